@@ -1,0 +1,80 @@
+# Everything a developer does here. `make help` lists it.
+#
+# Needs Python 3.11 or newer, a C++ compiler, git and make; the rest is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --quiet --disable-pip-version-check
+
+# Small matrices do not gain from more threads, and two test workers share the cores.
+TEST_WORKERS ?= 2
+export OMP_NUM_THREADS ?= 1
+
+ROOMS := artifacts compiler ir kernels models ops passes runner
+NATIVE := CMakeLists.txt $(wildcard kernels/*.txt kernels/*.cpp kernels/*.cc kernels/*.h kernels/*.hpp kernels/*/*)
+FORMATTED_CXX := $(filter %.cpp %.cc %.h %.hpp,$(NATIVE))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo install test lint format bench soak sanitize clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/installed ## make a small model, compile it, run it and verify it
+	@bash docs/demo.sh $(BIN)/hybridge build/demo
+
+install: $(VENV)/installed-dev ## .venv with everything for working on hybridge
+
+test: lint ## the whole suite, after lint
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadgroup
+
+lint: $(VENV)/installed-dev build/package ## ruff, mypy and clang-format, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(FORMATTED_CXX),$(BIN)/clang-format --dry-run --Werror $(FORMATTED_CXX))
+
+format: $(VENV)/installed-dev ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(if $(FORMATTED_CXX),$(BIN)/clang-format -i $(FORMATTED_CXX))
+
+bench: $(VENV)/installed-dev ## time compiled graphs and print the table
+	$(BIN)/python benchmarks/run.py
+
+soak: $(VENV)/installed-dev ## the property tests with many more examples than in `make test`
+	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -n $(TEST_WORKERS) -m hypothesis
+
+sanitize: $(VENV)/installed-dev ## the native kernels' tests under AddressSanitizer and UBSan
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash tests/kernels/sanitize.sh
+
+clean: ## remove .venv and everything built
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# The stamps. An editable install holds the native library, so a changed kernel source renews it.
+# Build requirements come from pyproject.toml, their one place, and are installed into .venv so that
+# CMake can build incrementally (an isolated build would start anew each time).
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo 'hybridge needs Python 3.11 or newer: make PYTHON=python3.11 ...' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/build-requirements: pyproject.toml | $(BIN)/python
+	$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"])')
+	@touch $@
+
+$(VENV)/installed: pyproject.toml $(NATIVE) $(VENV)/build-requirements
+	@echo 'Installing hybridge with the compiler into $(VENV) (a minute or two the first time) ...'
+	$(PIP) install --no-build-isolation --editable '.[compile,text]'
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) install --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# Links that mirror the import package, for tools that do not follow an editable install.
+build/package: hybridge $(ROOMS)
+	@rm -rf $@ && mkdir -p $@/hybridge
+	@for room in $(ROOMS); do ln -s ../../../$$room $@/hybridge/$$room; done
+	@for file in hybridge/*.py hybridge/py.typed; do ln -s ../../../$$file $@/$$file; done
