@@ -1,1 +1,1 @@
-"""hybridge.models"""
+"""Configurations, checkpoints and the eager models, in plain PyTorch."""
