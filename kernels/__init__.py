@@ -1,1 +1,53 @@
-"""hybridge.kernels"""
+"""hybridge.kernels: where the native CPU kernels are, and how a session gets them.
+
+The kernels are onnxruntime custom operators of domain ``hybridge`` in one shared library.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridge.artifacts.errors import ArtifactError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+LIBRARY_NAME = "libhybridge_kernels.so"
+LIBRARY_VARIABLE = "HYBRIDGE_KERNELS_LIBRARY"
+
+
+def library_path() -> Path:
+    """The kernel library: the one installed with this package, else ``HYBRIDGE_KERNELS_LIBRARY``.
+
+    Raises:
+        ArtifactError: neither names a file.
+    """
+    installed = Path(__file__).parent / LIBRARY_NAME
+    if installed.is_file():
+        return installed
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named and Path(named).is_file():
+        return Path(named)
+    where = f"{LIBRARY_VARIABLE}={named} is no file" if named else f"{LIBRARY_VARIABLE} is not set"
+    raise ArtifactError(
+        f"the kernel library {LIBRARY_NAME} is not beside {Path(__file__).name}, and {where}",
+        "install the hybridge wheel, or build kernels/ with cmake and set the variable",
+    )
+
+
+def register(session_options: onnxruntime.SessionOptions) -> None:
+    """Makes the operators known to sessions created with ``session_options``.
+
+    Raises:
+        ArtifactError: the library is missing or onnxruntime cannot load it.
+    """
+    path = library_path()
+    try:
+        session_options.register_custom_ops_library(str(path))
+    except Exception as error:  # onnxruntime raises its own kinds, by version
+        raise ArtifactError(
+            f"onnxruntime cannot load the kernel library {path}: {error}",
+            "rebuild it for this machine (cmake -S kernels) or reinstall the wheel",
+        ) from error

@@ -1,0 +1,37 @@
+#include "math/scratch.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace hybridge {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+
+struct Buffer {
+  void* memory = nullptr;
+  std::size_t size = 0;
+
+  ~Buffer() { std::free(memory); }
+
+  void* at_least(std::size_t bytes) {
+    if (bytes <= size) return memory;
+    std::free(memory);
+    size = 0;
+    const std::size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    memory = std::aligned_alloc(kAlignment, rounded);
+    if (memory == nullptr) throw std::bad_alloc();
+    size = rounded;
+    return memory;
+  }
+};
+
+thread_local Buffer buffers[2];
+
+}  // namespace
+
+void* scratch_bytes(ScratchSlot slot, std::size_t bytes) {
+  return buffers[static_cast<int>(slot)].at_least(bytes == 0 ? 1 : bytes);
+}
+
+}  // namespace hybridge
