@@ -24,9 +24,11 @@ def library_path() -> Path:
     Raises:
         ArtifactError: neither names a file.
     """
-    installed = Path(__file__).parent / LIBRARY_NAME
-    if installed.is_file():
-        return installed
+    # An editable install has two folders: the checkout's sources, and where the library was built to.
+    for folder in __path__:
+        installed = Path(folder) / LIBRARY_NAME
+        if installed.is_file():
+            return installed
     named = os.environ.get(LIBRARY_VARIABLE)
     if named and Path(named).is_file():
         return Path(named)
