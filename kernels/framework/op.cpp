@@ -153,14 +153,14 @@ Tensor Context::in_place(const Tensor& input, size_t output_index) const {
 }
 
 struct PoolAccess {
-  static void run(const void* pool, ParallelFor::Task task, size_t count, void* data) {
-    const Context& context = *static_cast<const Context*>(pool);
+  static void run(void* pool, Parallel::Task task, size_t count, void* data) {
+    const Context& context = *static_cast<Context*>(pool);
     // As many batches as tasks: the pool then hands out tasks one by one, as threads come free.
     check(context.api_, abi::parallel_for(context.api_)(context.context_, task, count, count, data),
           "the parallel loop");
   }
 };
 
-ParallelFor Context::parallel() const { return ParallelFor{PoolAccess::run, this}; }
+Parallel Context::parallel() const { return Parallel{const_cast<Context*>(this), PoolAccess::run}; }
 
 }  // namespace hybridge

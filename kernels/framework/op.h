@@ -56,7 +56,7 @@ class Context {
   // onnxruntime have bound another, a copy of the input.
   Tensor in_place(const Tensor& input, size_t output) const;
   // onnxruntime's own thread pool.
-  ParallelFor parallel() const;
+  Parallel parallel() const;
 
  private:
   friend struct PoolAccess;

@@ -1,13 +1,13 @@
-// Instruction-set levels. Every math/*.cpp is compiled once per level, with HYBRIDGE_LEVEL naming
+// Instruction-set levels. Every math/*.cpp is compiled once per level, with HYBRIDGE_ISA naming
 // the namespace its functions land in; a kernel picks one function when it is created.
 //
 //   math/rms_norm.h     struct RmsNormArgs {...};
 //                       HYBRIDGE_DECLARE_LEVELS(rms_norm, void(const RmsNormArgs&, const
-//                       ParallelFor&))
-//   math/rms_norm.cpp   namespace hybridge::HYBRIDGE_LEVEL { void rms_norm(...) {...} }
+//                       Parallel&))
+//   math/rms_norm.cpp   namespace hybridge::HYBRIDGE_ISA { void rms_norm(...) {...} }
 //   ops/rms_norm.cpp    auto* run = select_rms_norm();
 //
-// Code in math/*.cpp lives in hybridge::HYBRIDGE_LEVEL or in an unnamed namespace, so that no
+// Code in math/*.cpp lives in hybridge::HYBRIDGE_ISA or in an unnamed namespace, so that no
 // function compiled for a newer machine can stand in for one of an older machine. For the same
 // reason the objects are linked in ascending order of level (the linker keeps the first of several
 // equal inline functions of the standard library).

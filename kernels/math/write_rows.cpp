@@ -4,8 +4,9 @@
 #include <cstring>
 
 #include "math/bfloat16.h"
+#include "math/lanes.h"
 
-namespace hybridge::HYBRIDGE_LEVEL {
+namespace hybridge::HYBRIDGE_ISA {
 namespace {
 
 // Elements that one task writes at least; less is not worth waking a thread.
@@ -45,13 +46,13 @@ void write_any(const WriteRowsArgs& args, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void write_rows(const WriteRowsArgs& args, const ParallelFor& parallel) {
+void write_rows(const WriteRowsArgs& args, const Parallel& parallel) {
   const int64_t per_task = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, args.width));
   const int64_t tasks = (args.count + per_task - 1) / per_task;
-  parallel(static_cast<size_t>(tasks), [&](size_t task) {
+  parallel_for(parallel, static_cast<size_t>(tasks), [&](size_t task) {
     const int64_t begin = static_cast<int64_t>(task) * per_task;
     write_any(args, begin, std::min(args.count, begin + per_task));
   });
 }
 
-}  // namespace hybridge::HYBRIDGE_LEVEL
+}  // namespace hybridge::HYBRIDGE_ISA

@@ -18,6 +18,6 @@ struct WriteRowsArgs {
   int64_t width;
 };
 
-HYBRIDGE_DECLARE_LEVELS(write_rows, void(const WriteRowsArgs&, const ParallelFor&))
+HYBRIDGE_DECLARE_LEVELS(write_rows, void(const WriteRowsArgs&, const Parallel&))
 
 }  // namespace hybridge
