@@ -24,7 +24,7 @@ def library_path() -> Path:
     Raises:
         ArtifactError: neither names a file.
     """
-    # An editable install has two folders: the checkout's sources, and where the library was built to.
+    # An editable install has two folders: the sources, and the one the library was built into.
     for folder in __path__:
         installed = Path(folder) / LIBRARY_NAME
         if installed.is_file():
