@@ -12,8 +12,8 @@ TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 
 ROOMS := artifacts compiler ir kernels models ops passes runner
-NATIVE := CMakeLists.txt $(wildcard kernels/*.txt kernels/*.cpp kernels/*.cc kernels/*.h kernels/*.hpp kernels/*/*)
-FORMATTED_CXX := $(filter %.cpp %.cc %.h %.hpp,$(NATIVE))
+NATIVE := CMakeLists.txt $(shell find kernels -name '*.txt' -o -name '*.map' -o -name '*.cpp' -o -name '*.h')
+FORMATTED_CXX := $(filter %.cpp %.h,$(NATIVE))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo install test lint format bench soak sanitize clean
@@ -77,4 +77,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 build/package: hybridge $(ROOMS)
 	@rm -rf $@ && mkdir -p $@/hybridge
 	@for room in $(ROOMS); do ln -s ../../../$$room $@/hybridge/$$room; done
-	@for file in hybridge/*.py hybridge/py.typed; do ln -s ../../../$$file $@/$$file; done
+	@for name in hybridge/*; do ln -s ../../../$$name $@/$$name; done

@@ -3,10 +3,51 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 # Shared machines stall: no example has a deadline. In CI the same examples run every time.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def made_once(
+    factory: pytest.TempPathFactory, worker: str, name: str, make: Callable[[Path], object]
+) -> Path:
+    """A folder that the first of all test workers makes and the others wait for."""
+    base = factory.getbasetemp()
+    folder = (base if worker == "master" else base.parent) / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            make(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A random kimi-k3.1-tiny checkpoint; read only."""
+    from hybridge.models.new_checkpoint import write_checkpoint
+    from hybridge.models.presets import preset
+
+    def make(folder: Path) -> None:
+        write_checkpoint(preset("kimi-k3.1-tiny"), folder, seed=0)
+
+    return made_once(tmp_path_factory, worker_id, "tiny-checkpoint", make)
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(
+    tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Path:
+    """`tiny_checkpoint` compiled for the CPU with every pass, weights by reference; read only."""
+    from hybridge.compiler import compile_model
+
+    def make(folder: Path) -> None:
+        compile_model(str(tiny_checkpoint), folder, target="cpu", weights="reference")
+
+    return made_once(tmp_path_factory, worker_id, "tiny-artifact", make)

@@ -1,4 +1,4 @@
-"""The rooms of the house: imports flow down, the runner carries no torch, names explain themselves."""
+"""The rooms: imports flow down, the runner carries no torch, names explain themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Room -> the rooms below it. This is the table of docs/architecture.md; a room may always import itself.
+# Room -> the rooms below it, as docs/architecture.md tells; a room may always import itself.
 BELOW: dict[str, set[str]] = {
     "artifacts": set(),
     "kernels": set(),
@@ -73,7 +73,7 @@ def test_imports_flow_down(room: str) -> None:
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in source_files(room)
         for line, name in imported_names(path)
-        if (target := room_of(name)) not in {None, room, *BELOW[room]} and not on_the_floor(name)
+        if room_of(name) not in {None, room, *BELOW[room]} and not on_the_floor(name)
     ]
     assert not climbs, f"{room} may import only {sorted(BELOW[room])}:\n" + "\n".join(climbs)
 

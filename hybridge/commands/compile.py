@@ -1,0 +1,110 @@
+"""`hybridge compile`: a checkpoint in, an artifact out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hybridge.commands.console import (
+    Progress,
+    debug_option,
+    json_option,
+    print_json,
+    quiet_option,
+    split_names,
+)
+
+EXAMPLES = """
+\b
+Examples:
+  hybridge compile ckpt -o art
+  hybridge compile ckpt -o art --weights copy            an artifact that can be moved alone
+  hybridge compile ckpt -o art --passes none             the plain traced graph
+  hybridge compile ckpt -o art --phase decode --passes canonicalise,fuse_lightning_indexer
+  hybridge compile kimi-k3.1-pro -o art --weights none   graphs of a published size, no weights
+"""
+
+
+@click.command("compile", epilog=EXAMPLES)
+@click.argument("source", metavar="CKPT")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Folder to write the artifact to.",
+)
+@click.option("--target", default="cpu", show_default=True, help="What the graphs will run on.")
+@click.option(
+    "--phase",
+    "phases",
+    multiple=True,
+    callback=split_names,
+    help="prefill or decode; repeat, or separate by commas.  [default: both]",
+)
+@click.option(
+    "--passes",
+    default=None,
+    help="Names separated by commas, 'all' or 'none'; the order is the pipeline's.  [default: all]",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["reference", "copy", "none"]),
+    default="reference",
+    show_default=True,
+    help="Refer to the checkpoint's own files, copy them in, or leave them out.",
+)
+@click.option(
+    "--block-size",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Tokens a block of the paged caches holds.",
+)
+@quiet_option
+@json_option
+@debug_option
+def compile_command(
+    source: str,
+    output: Path,
+    target: str,
+    phases: list[str],
+    passes: str | None,
+    weights: str,
+    block_size: int,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Compile a checkpoint into an artifact: graphs, weights and golden values.
+
+    CKPT is a checkpoint folder (config.json and safetensors). With --weights none it may also be
+    the name of a preset (`hybridge checkpoint presets`) or a config.json.
+    """
+    from hybridge.commands.report import describe_artifact, describe_passes, passes_document
+    from hybridge.compiler import compile_model
+
+    manifest = compile_model(
+        source,
+        output,
+        target=target,
+        phases=phases or None,
+        passes=_pass_names(passes),
+        weights=weights,
+        block_size=block_size,
+        progress=Progress(quiet=quiet),
+    )
+    if as_json:
+        print_json({"output": str(output)} | passes_document(manifest))
+        return
+    print(describe_passes(manifest))
+    print(describe_artifact(output, manifest))
+
+
+def _pass_names(text: str | None) -> list[str] | None:
+    """The value of --passes: None for all of them, an empty list for none."""
+    if text is None or text == "all":
+        return None
+    if text in {"none", ""}:
+        return []
+    return [name.strip() for name in text.split(",") if name.strip()]
