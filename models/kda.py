@@ -1,0 +1,160 @@
+"""The KDA layer in plain maths; prefill's recurrence, a data-dependent loop, is the op (spec/MODELS.md 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from hybridge.models.batch import Batch
+from hybridge.models.config import ModelConfig
+from hybridge.models.layers import RmsNorm, projection
+
+L2_NORM_EPS = 1e-6
+
+
+def l2_normalise(x: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + 1e-6); the constant is the kernel's, inside the root."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+
+
+class KdaAttention(nn.Module):
+    """Projections, short convolution, gated delta rule, gated output norm."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        kda = config.kda
+        self.config, self.kda, self.layer = config, kda, layer
+        hidden, size = config.hidden_size, kda.num_heads * kda.head_dim
+        self.q_proj = projection(hidden, size)
+        self.k_proj = projection(hidden, size)
+        self.v_proj = projection(hidden, size)
+        self.conv_weight = nn.Parameter(torch.empty(3 * size, kda.conv_width), requires_grad=False)
+        self.A_log = nn.Parameter(torch.empty(kda.num_heads), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.f_a_proj = projection(hidden, kda.gate_rank)
+        self.f_b_proj = projection(kda.gate_rank, size)
+        self.b_proj = projection(hidden, kda.num_heads)
+        if kda.full_rank_gate:
+            self.g_proj = projection(hidden, size)
+        else:
+            self.g_a_proj = projection(hidden, kda.gate_rank)
+            self.g_b_proj = projection(kda.gate_rank, size)
+        self.o_norm = RmsNorm(kda.head_dim, config.rms_norm_eps)
+        self.o_proj = projection(size, hidden)
+
+    def forward(self, x: Tensor, caches: Mapping[str, Tensor], batch: Batch) -> Tensor:
+        """Args:
+            x: [T, D], the normed layer input.
+            caches: `conv_state_{layer}` and `kda_state_{layer}`, written in place.
+
+        Returns:
+            [T, D].
+        """
+        conv_state = caches[f"conv_state_{self.layer}"]
+        state = caches[f"kda_state_{self.layer}"]
+        raw = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        if batch.phase == "decode":
+            mixed = self._convolve_one(raw, conv_state, batch)
+        else:
+            mixed = self._convolve_packed(raw, conv_state, batch)
+        query, key, value = (self._heads(part) for part in mixed.chunk(3, dim=-1))
+        query = l2_normalise(query) * self.kda.head_dim**-0.5
+        key = l2_normalise(key)
+        beta = torch.sigmoid(self.b_proj(x))
+        decay = self._log_decay(x)
+        if batch.phase == "decode":
+            core = self._recur_one(query, key, value, decay, beta, state, batch)
+        else:
+            core = torch.ops.hybridge.kda_recurrence(
+                query,
+                key,
+                value,
+                decay,
+                beta,
+                state,
+                batch.query_start,
+                batch.context_len,
+                batch.state_slot,
+            )
+        gated = self.o_norm(core).flatten(1) * torch.sigmoid(self._output_gate(x))
+        return self.o_proj(gated)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.kda.num_heads, self.kda.head_dim))
+
+    def _log_decay(self, x: Tensor) -> Tensor:
+        """[T, H, K] natural-log decay (spec/MODELS.md 3.1 step 6)."""
+        z = self._heads(self.f_b_proj(self.f_a_proj(x)) + self.dt_bias)
+        rate = self.A_log.exp().unsqueeze(-1)
+        if self.kda.gate_lower_bound is None:
+            return -rate * functional.softplus(z)
+        return self.kda.gate_lower_bound * torch.sigmoid(rate * z)
+
+    def _output_gate(self, x: Tensor) -> Tensor:
+        if self.kda.full_rank_gate:
+            return self.g_proj(x)
+        return self.g_b_proj(self.g_a_proj(x))
+
+    def _convolve_one(self, raw: Tensor, conv_state: Tensor, batch: Batch) -> Tensor:
+        """One token a row: [B, 3P] -> [B, 3P]."""
+        history = started(conv_state, batch)
+        window = torch.cat([history, raw.unsqueeze(-1)], dim=-1)
+        torch.ops.hybridge.state_write(conv_state, window[..., 1:], batch.state_slot)
+        return functional.silu((window * self.conv_weight).sum(-1))
+
+    def _convolve_packed(self, raw: Tensor, conv_state: Tensor, batch: Batch) -> Tensor:
+        """Packed sequences: a tap reaches back into the batch, or into the sequence's history."""
+        taps = self.kda.conv_width
+        history = started(conv_state, batch)
+        total = torch.zeros_like(raw)
+        for tap in range(taps):
+            back = taps - 1 - tap
+            in_batch = raw[(batch.token - back).clamp(min=0)]
+            column = (taps - 1 + batch.offset - back).clamp(max=taps - 2)
+            before = history[batch.sequence, :, column]
+            reached = torch.where((batch.offset >= back).unsqueeze(1), in_batch, before)
+            total = total + reached * self.conv_weight[:, tap]
+        self._keep_history(raw, history, conv_state, batch)
+        return functional.silu(total)
+
+    def _keep_history(self, raw: Tensor, history: Tensor, conv_state: Tensor, batch: Batch) -> None:
+        """Write each sequence's last W - 1 raw columns of [history | new tokens]."""
+        kept = self.kda.conv_width - 1
+        row = torch.arange(history.shape[0], device=raw.device)
+        columns = []
+        for column in range(kept):
+            place = batch.new_tokens + column
+            old = history[row, :, place.clamp(max=kept - 1)]
+            last = raw.shape[0] - 1
+            new = raw[(batch.query_start[:-1] + place - kept).clamp(min=0, max=last)]
+            columns.append(torch.where((place < kept).unsqueeze(1), old, new))
+        slot = torch.where(batch.new_tokens > 0, batch.state_slot, -1)
+        torch.ops.hybridge.state_write(conv_state, torch.stack(columns, dim=-1), slot)
+
+    def _recur_one(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        """One step of the gated delta rule a row (spec/MODELS.md 3.1 step 7)."""
+        memory = started(state, batch) * decay.exp().unsqueeze(-1)
+        predicted = (memory * key.unsqueeze(-1)).sum(-2)
+        change = beta.unsqueeze(-1) * (value - predicted)
+        memory = memory + key.unsqueeze(-1) * change.unsqueeze(-2)
+        torch.ops.hybridge.state_write(state, memory, batch.state_slot)
+        return (memory * query.unsqueeze(-1)).sum(-2)
+
+
+def started(state: Tensor, batch: Batch) -> Tensor:
+    """Each row's state, zero for a sequence that starts: state [slots, ...] -> [B, ...]."""
+    rows = state[batch.state_slot.clamp(min=0)]
+    begun = (batch.context_len > 0).view(-1, *(1,) * (rows.dim() - 1))
+    return torch.where(begun, rows, 0.0)
