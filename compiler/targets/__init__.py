@@ -1,0 +1,1 @@
+"""Targets: each lowers a compiled graph to the form that one kind of machine loads."""
