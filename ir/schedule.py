@@ -150,10 +150,12 @@ class HappensBefore:
 
     Attributes:
         stuck: why the schedule cannot finish, or None. The order is only meaningful if None.
+        awaited: of each wait, the record that it waits for.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
+        self.awaited: dict[str, str] = {}
         self._streams = {name: i for i, name in enumerate(schedule.streams)}
         self._index = {step.name: i for i, step in enumerate(schedule.steps)}
         self._successors: list[list[int]] = [[] for _ in schedule.steps]
@@ -222,6 +224,7 @@ class HappensBefore:
             if step.kind is Kind.WAIT:
                 if step.event not in recorded:
                     return self._unrecorded(i)
+                self.awaited[step.name] = self.schedule.steps[recorded[step.event]].name
                 self._edge(recorded[step.event], i)
         for before, after in self.schedule.control_edges:
             self._edge(self._index[before], self._index[after])
@@ -276,7 +279,7 @@ def conflicts(first: Step, second: Step, value: str) -> bool:
 
 
 def accesses(steps: Iterable[Step]) -> dict[str, list[Step]]:
-    """value -> the tasks that read or write it, in issue order."""
+    """For each value, the tasks that read or write it, in issue order."""
     found: dict[str, list[Step]] = {}
     for step in steps:
         if step.kind is Kind.TASK:

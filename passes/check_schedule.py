@@ -16,6 +16,8 @@ Checked, each with its own rule name:
 7. `too_many_streams`: one side stream a layer; side streams are shared by all layers.
 8. `scope`: super-kernel scopes balanced, on one stream, of static compute tasks, within the limits
    of name length and count.
+9. `unneeded_event`: a wait for what is already past. It costs time, and mostly it got the wrong
+   event.
 
 The order is that of `ir/schedule.HappensBefore`. What is not checked: how long anything takes.
 """
@@ -123,7 +125,11 @@ def prove(schedule: Schedule, max_streams: int = MAX_STREAMS) -> Proof:
         )
         return Proof((stuck, *problems), pairs=0, **counts)
     races, pairs = _races(schedule, order)
-    problems = [*races, *_planned_reuse(schedule, order), *_allocator_reuse(schedule, order)] + [
+    problems = [
+        *races,
+        *_planned_reuse(schedule, order),
+        *_allocator_reuse(schedule, order),
+        *_unneeded(schedule, order),
         *_cores(schedule, order),
         *_joined(schedule, order),
         *problems,
@@ -212,6 +218,37 @@ def _next_task(schedule: Schedule, after: int, stream: str) -> Step | None:
         if step.kind is Kind.TASK and step.stream == stream and step.writes:
             return step
     return None
+
+
+def _unneeded(schedule: Schedule, order: HappensBefore) -> Iterator[Problem]:
+    for before, group in _wait_groups(schedule):
+        for wait in group:
+            record = order.awaited[wait.name]
+            others = [order.awaited[w.name] for w in group if w is not wait]
+            past = [o for o in others if order.precedes(record, o)]
+            if past or (before is not None and order.precedes(record, before.name)):
+                yield Problem(
+                    "unneeded_event",
+                    (wait.name,),
+                    f"{wait.stream!r} waits for event {wait.event!r}, which another wait implies",
+                    "drop the event, or wait for the one that was meant",
+                )
+
+
+def _wait_groups(schedule: Schedule) -> Iterator[tuple[Step | None, list[Step]]]:
+    """Runs of waits with nothing between them on their stream, and the step before each run."""
+    for stream in schedule.streams:
+        before: Step | None = None
+        group: list[Step] = []
+        for step in (s for s in schedule.steps if s.stream == stream):
+            if step.kind is Kind.WAIT:
+                group.append(step)
+                continue
+            if group:
+                yield before, group
+            before, group = step, []
+        if group:
+            yield before, group
 
 
 def _collectives(schedule: Schedule) -> Iterator[Problem]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+
 from hybridge.ir.schedule import Engine, HappensBefore, Kind, Schedule, Span, Step
 from hybridge.passes.check_schedule import prove
 
