@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hybridge.models.batch import Batch
 from hybridge.models.config import DsaConfig, ModelConfig
-from hybridge.models.layers import projection
+from hybridge.models.layers import LayerNorm, Linear
 from hybridge.models.paged import sequence_pages
 
 # Sorts behind every position; int32 so that it survives a cast of the positions.
@@ -60,11 +60,10 @@ class Indexer(nn.Module):
         if config.q_lora_rank is None:
             raise ValueError("a DSA layer needs q_lora_rank: the indexer's query reads it")
         self.dsa = dsa
-        self.wq_b = projection(config.q_lora_rank, dsa.num_heads * dsa.head_dim)
-        self.wk = projection(config.hidden_size, dsa.head_dim)
-        self.weights_proj = projection(config.hidden_size, dsa.num_heads)
-        self.k_norm = nn.utils.skip_init(nn.LayerNorm, dsa.head_dim, eps=dsa.norm_eps)
-        self.k_norm.requires_grad_(False)
+        self.wq_b = Linear(config.q_lora_rank, dsa.num_heads * dsa.head_dim)
+        self.wk = Linear(config.hidden_size, dsa.head_dim)
+        self.weights_proj = Linear(config.hidden_size, dsa.num_heads)
+        self.k_norm = LayerNorm(dsa.head_dim, dsa.norm_eps)
 
     def forward(
         self, x: Tensor, query_latent: Tensor, indexer_cache: Tensor, batch: Batch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybridge.models.batch import Batch
 from hybridge.models.config import ModelConfig
-from hybridge.models.layers import RmsNorm, projection
+from hybridge.models.layers import Linear, RmsNorm, weight
 
 L2_NORM_EPS = 1e-6
 
@@ -28,22 +28,22 @@ class KdaAttention(nn.Module):
         kda = config.kda
         self.config, self.kda, self.layer = config, kda, layer
         hidden, size = config.hidden_size, kda.num_heads * kda.head_dim
-        self.q_proj = projection(hidden, size)
-        self.k_proj = projection(hidden, size)
-        self.v_proj = projection(hidden, size)
-        self.conv_weight = nn.Parameter(torch.empty(3 * size, kda.conv_width), requires_grad=False)
-        self.A_log = nn.Parameter(torch.empty(kda.num_heads), requires_grad=False)
-        self.dt_bias = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.f_a_proj = projection(hidden, kda.gate_rank)
-        self.f_b_proj = projection(kda.gate_rank, size)
-        self.b_proj = projection(hidden, kda.num_heads)
+        self.q_proj = Linear(hidden, size)
+        self.k_proj = Linear(hidden, size)
+        self.v_proj = Linear(hidden, size)
+        self.conv_weight = weight(3 * size, kda.conv_width)
+        self.A_log = weight(kda.num_heads)
+        self.dt_bias = weight(size)
+        self.f_a_proj = Linear(hidden, kda.gate_rank)
+        self.f_b_proj = Linear(kda.gate_rank, size)
+        self.b_proj = Linear(hidden, kda.num_heads)
         if kda.full_rank_gate:
-            self.g_proj = projection(hidden, size)
+            self.g_proj = Linear(hidden, size)
         else:
-            self.g_a_proj = projection(hidden, kda.gate_rank)
-            self.g_b_proj = projection(kda.gate_rank, size)
+            self.g_a_proj = Linear(hidden, kda.gate_rank)
+            self.g_b_proj = Linear(kda.gate_rank, size)
         self.o_norm = RmsNorm(kda.head_dim, config.rms_norm_eps)
-        self.o_proj = projection(size, hidden)
+        self.o_proj = Linear(size, hidden)
 
     def forward(self, x: Tensor, caches: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """Args:

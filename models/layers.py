@@ -8,22 +8,55 @@ from torch import Tensor, nn
 from hybridge.models.config import ModelConfig
 
 
+def weight(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """A parameter that a checkpoint fills; inference only."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """x [..., inputs] times weight [outputs, inputs] transposed, without bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = weight(outputs, inputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """Rows of weight [count, size] at ids [T]."""
+
+    def __init__(self, count: int, size: int) -> None:
+        super().__init__()
+        self.weight = weight(count, size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(ids, self.weight)
+
+
+class LayerNorm(nn.Module):
+    """Mean-subtracted norm with weight and bias over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.bias = weight(size), weight(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+
 class RmsNorm(nn.Module):
     """x * rsqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.weight = weight(size)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
-
-
-def projection(inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer without bias whose weight is left unset."""
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
-    return layer.requires_grad_(False)
 
 
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -38,9 +71,9 @@ class GatedMlp(nn.Module):
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
         self.config = config
-        self.gate_proj = projection(config.hidden_size, width)
-        self.up_proj = projection(config.hidden_size, width)
-        self.down_proj = projection(width, config.hidden_size)
+        self.gate_proj = Linear(config.hidden_size, width)
+        self.up_proj = Linear(config.hidden_size, width)
+        self.down_proj = Linear(width, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)

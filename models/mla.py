@@ -11,7 +11,7 @@ from hybridge.models.attention import dense_attention, sparse_attention
 from hybridge.models.batch import Batch
 from hybridge.models.config import ModelConfig
 from hybridge.models.indexer import Indexer
-from hybridge.models.layers import RmsNorm, projection
+from hybridge.models.layers import Linear, RmsNorm
 
 
 class MlaAttention(nn.Module):
@@ -23,18 +23,18 @@ class MlaAttention(nn.Module):
         hidden, heads, rank = config.hidden_size, config.num_heads, config.q_lora_rank
         query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         if rank is None:
-            self.q_proj = projection(hidden, heads * query_dim)
+            self.q_proj = Linear(hidden, heads * query_dim)
         else:
-            self.q_a_proj = projection(hidden, rank)
+            self.q_a_proj = Linear(hidden, rank)
             self.q_a_layernorm = RmsNorm(rank, config.mla_lora_norm_eps)
-            self.q_b_proj = projection(rank, heads * query_dim)
-        self.kv_a_proj_with_mqa = projection(hidden, config.kv_lora_rank + config.qk_rope_head_dim)
+            self.q_b_proj = Linear(rank, heads * query_dim)
+        self.kv_a_proj_with_mqa = Linear(hidden, config.kv_lora_rank + config.qk_rope_head_dim)
         self.kv_a_layernorm = RmsNorm(config.kv_lora_rank, config.mla_lora_norm_eps)
         head_rows = config.qk_nope_head_dim + config.v_head_dim
-        self.kv_b_proj = projection(config.kv_lora_rank, heads * head_rows)
+        self.kv_b_proj = Linear(config.kv_lora_rank, heads * head_rows)
         if config.mla_output_gate:
-            self.g_proj = projection(hidden, heads * config.v_head_dim)
-        self.o_proj = projection(heads * config.v_head_dim, hidden)
+            self.g_proj = Linear(hidden, heads * config.v_head_dim)
+        self.o_proj = Linear(heads * config.v_head_dim, hidden)
         if config.layer_kinds[layer] == "dsa":
             assert config.dsa is not None
             self.indexer = Indexer(config, config.dsa)

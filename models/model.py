@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 import hybridge.ops  # noqa: F401  (registers the ops that the layers call)
@@ -12,7 +11,7 @@ from hybridge.models.attn_res import mix
 from hybridge.models.batch import Batch, Phase, make_batch
 from hybridge.models.config import ModelConfig
 from hybridge.models.kda import KdaAttention
-from hybridge.models.layers import GatedMlp, RmsNorm, projection
+from hybridge.models.layers import Embedding, GatedMlp, Linear, RmsNorm
 from hybridge.models.mla import MlaAttention
 from hybridge.models.moe import MoeBlock
 
@@ -33,9 +32,9 @@ class DecoderLayer(nn.Module):
             self.mlp = GatedMlp(config, config.intermediate_size)
         if config.attn_res_block_size is not None:
             self.self_attention_res_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-            self.self_attention_res_proj = projection(config.hidden_size, 1)
+            self.self_attention_res_proj = Linear(config.hidden_size, 1)
             self.mlp_res_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-            self.mlp_res_proj = projection(config.hidden_size, 1)
+            self.mlp_res_proj = Linear(config.hidden_size, 1)
 
     def attention(self, h: Tensor, caches: Mapping[str, Tensor], batch: Batch) -> Tensor:
         result: Tensor = self.self_attn(self.input_layernorm(h), caches, batch)
@@ -53,14 +52,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.utils.skip_init(
-            nn.Embedding, config.vocab_size, config.hidden_size
-        ).requires_grad_(False)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         if config.attn_res_block_size is not None:
             self.output_attn_res_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-            self.output_attn_res_proj = projection(config.hidden_size, 1)
+            self.output_attn_res_proj = Linear(config.hidden_size, 1)
 
     def forward(self, token_ids: Tensor, caches: Mapping[str, Tensor], batch: Batch) -> Tensor:
         """token_ids [T] -> hidden states [T, D] before the final norm."""
@@ -105,7 +102,7 @@ class HybridModel(nn.Module):
         super().__init__()
         self.config = config
         self.model = Decoder(config)
-        self.lm_head = projection(config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
     def forward(
         self,

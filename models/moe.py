@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridge.models.config import ModelConfig
-from hybridge.models.layers import GatedMlp, RmsNorm, projection
+from hybridge.models.layers import GatedMlp, Linear, RmsNorm, weight
 
 RENORMALISE_EPS = 1e-20
 MXFP4_GROUP = 32
@@ -19,8 +19,8 @@ class Router(nn.Module):
         super().__init__()
         self.moe = config.moe
         experts = self.moe.num_experts
-        self.weight = nn.Parameter(torch.empty(experts, config.hidden_size), requires_grad=False)
-        self.e_score_correction_bias = nn.Parameter(torch.empty(experts), requires_grad=False)
+        self.weight = weight(experts, config.hidden_size)
+        self.e_score_correction_bias = weight(experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, D] -> expert ids [T, k] int32 and weights [T, k]; ties go to the lowest id."""
@@ -43,13 +43,13 @@ class Experts(nn.Module):
         moe = config.moe
         size = moe.latent_size or config.hidden_size
         if config.quantization is None:
-            self.gate_up = _stack(moe.num_experts, 2 * moe.intermediate_size, size)
-            self.down = _stack(moe.num_experts, size, moe.intermediate_size)
+            self.gate_up = weight(moe.num_experts, 2 * moe.intermediate_size, size)
+            self.down = weight(moe.num_experts, size, moe.intermediate_size)
             return
-        self.gate_up_packed = _bytes(moe.num_experts, 2 * moe.intermediate_size, size // 2)
-        self.gate_up_scale = _bytes(moe.num_experts, 2 * moe.intermediate_size, size // MXFP4_GROUP)
-        self.down_packed = _bytes(moe.num_experts, size, moe.intermediate_size // 2)
-        self.down_scale = _bytes(moe.num_experts, size, moe.intermediate_size // MXFP4_GROUP)
+        self.gate_up_packed = packed(moe.num_experts, 2 * moe.intermediate_size, size // 2)
+        self.gate_up_scale = packed(moe.num_experts, 2 * moe.intermediate_size, size // MXFP4_GROUP)
+        self.down_packed = packed(moe.num_experts, size, moe.intermediate_size // 2)
+        self.down_scale = packed(moe.num_experts, size, moe.intermediate_size // MXFP4_GROUP)
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, L] -> [T, L], the weighted sum of the chosen experts."""
@@ -84,8 +84,8 @@ class MoeBlock(nn.Module):
         self.gate = Router(config)
         self.experts = Experts(config)
         if moe.latent_size is not None:
-            self.routed_expert_down_proj = projection(config.hidden_size, moe.latent_size)
-            self.routed_expert_up_proj = projection(moe.latent_size, config.hidden_size)
+            self.routed_expert_down_proj = Linear(config.hidden_size, moe.latent_size)
+            self.routed_expert_up_proj = Linear(moe.latent_size, config.hidden_size)
             if moe.latent_norm:
                 self.routed_expert_norm = RmsNorm(moe.latent_size, config.rms_norm_eps)
         if moe.num_shared:
@@ -103,9 +103,5 @@ class MoeBlock(nn.Module):
         return routed + self.shared_experts(x) if hasattr(self, "shared_experts") else routed
 
 
-def _stack(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
-
-
-def _bytes(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
+def packed(*shape: int) -> nn.Parameter:
+    return weight(*shape, dtype=torch.uint8)
