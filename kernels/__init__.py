@@ -19,24 +19,27 @@ LIBRARY_VARIABLE = "HYBRIDGE_KERNELS_LIBRARY"
 
 
 def library_path() -> Path:
-    """The kernel library: the one installed with this package, else ``HYBRIDGE_KERNELS_LIBRARY``.
+    """The kernel library: ``HYBRIDGE_KERNELS_LIBRARY`` if set, else the one installed.
 
     Raises:
-        ArtifactError: neither names a file.
+        ArtifactError: the variable names no file, or none is installed.
     """
-    # An editable install has two folders: the sources, and the one the library was built into.
-    for folder in __path__:
-        installed = Path(folder) / LIBRARY_NAME
-        if installed.is_file():
-            return installed
     named = os.environ.get(LIBRARY_VARIABLE)
-    if named and Path(named).is_file():
-        return Path(named)
-    where = f"{LIBRARY_VARIABLE}={named} is no file" if named else f"{LIBRARY_VARIABLE} is not set"
-    raise ArtifactError(
-        f"the kernel library {LIBRARY_NAME} is not beside {Path(__file__).name}, and {where}",
-        "install the hybridge wheel, or build kernels/ with cmake and set the variable",
-    )
+    if named:
+        return _existing(Path(named), f"{LIBRARY_VARIABLE}={named} is no file")
+    # An editable install has two folders: the sources, and the one the library was built into.
+    candidates = [Path(folder) / LIBRARY_NAME for folder in __path__]
+    installed = next((path for path in candidates if path.is_file()), candidates[0])
+    return _existing(installed, f"the kernel library {LIBRARY_NAME} is not installed")
+
+
+def _existing(path: Path, otherwise: str) -> Path:
+    if not path.is_file():
+        raise ArtifactError(
+            otherwise,
+            f"install the hybridge wheel, or build kernels/ with cmake and set {LIBRARY_VARIABLE}",
+        )
+    return path
 
 
 def register(session_options: onnxruntime.SessionOptions) -> None:
