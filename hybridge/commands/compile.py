@@ -81,10 +81,10 @@ def compile_command(
     CKPT is a checkpoint folder (config.json and safetensors). With --weights none it may also be
     the name of a preset (`hybridge checkpoint presets`) or a config.json.
     """
-    from hybridge.commands.report import describe_artifact, describe_passes, passes_document
+    from hybridge.commands import report
     from hybridge.compiler import compile_model
 
-    manifest = compile_model(
+    compile_model(
         source,
         output,
         target=target,
@@ -94,11 +94,11 @@ def compile_command(
         block_size=block_size,
         progress=Progress(quiet=quiet),
     )
+    manifest, records = report.read_passes(output)
     if as_json:
-        print_json({"output": str(output)} | passes_document(manifest))
+        print_json(report.artifact_document(output, manifest, records))
         return
-    print(describe_passes(manifest))
-    print(describe_artifact(output, manifest))
+    print(report.describe_passes(records), report.describe_artifact(output, manifest), sep="\n\n")
 
 
 def _pass_names(text: str | None) -> list[str] | None:
