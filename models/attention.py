@@ -64,7 +64,7 @@ def sparse_attention(
     Returns:
         [T, H, value_dim].
     """
-    if batch.phase == "decode":
+    if batch.packing is None:
         rows = chosen_rows(latent_cache, batch.block_table, positions)
         return masked_attention(query, rows, positions >= 0, scale, value_dim)
     rows = sequence_pages(latent_cache, batch.block_table)
@@ -80,7 +80,7 @@ def _attend_pages(
     query: Tensor, rows: Tensor, visible: Tensor, batch: Batch, scale: float, value_dim: int
 ) -> Tensor:
     """rows [B, S, D], visible [T, S] within the token's own sequence."""
-    if batch.phase == "decode":
+    if batch.packing is None:
         return masked_attention(query, rows, visible, scale, value_dim)
-    mask = (batch.own.unsqueeze(2) & visible.unsqueeze(1)).flatten(1)
+    mask = (batch.packing.own.unsqueeze(2) & visible.unsqueeze(1)).flatten(1)
     return masked_attention(query, rows.flatten(0, 1), mask, scale, value_dim)

@@ -24,12 +24,12 @@ def score_keys(query: Tensor, head_weights: Tensor, keys: Tensor, batch: Batch) 
     Returns:
         [T, S].
     """
-    if batch.phase == "decode":
+    if batch.packing is None:
         products = torch.relu(query @ keys.transpose(1, 2))
         return (products * head_weights.unsqueeze(-1)).sum(1)
     products = torch.relu(query @ keys.flatten(0, 1).transpose(0, 1))
     every = (products * head_weights.unsqueeze(-1)).sum(1)
-    return every.unflatten(1, keys.shape[:2])[batch.token, batch.sequence]
+    return every.unflatten(1, keys.shape[:2])[batch.token, batch.packing.sequence]
 
 
 def select_positions(score: Tensor, position: Tensor, top_k: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from hybridge.models.batch import Batch
+from hybridge.models.batch import Batch, Packing
 from hybridge.models.config import ModelConfig
 from hybridge.models.layers import Linear, RmsNorm, weight
 
@@ -56,16 +56,16 @@ class KdaAttention(nn.Module):
         conv_state = caches[f"conv_state_{self.layer}"]
         state = caches[f"kda_state_{self.layer}"]
         raw = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        if batch.phase == "decode":
+        if batch.packing is None:
             mixed = self._convolve_one(raw, conv_state, batch)
         else:
-            mixed = self._convolve_packed(raw, conv_state, batch)
+            mixed = self._convolve_packed(raw, conv_state, batch, batch.packing)
         query, key, value = (self._heads(part) for part in mixed.chunk(3, dim=-1))
         query = l2_normalise(query) * self.kda.head_dim**-0.5
         key = l2_normalise(key)
         beta = torch.sigmoid(self.b_proj(x))
         decay = self._log_decay(x)
-        if batch.phase == "decode":
+        if batch.packing is None:
             core = self._recur_one(query, key, value, decay, beta, state, batch)
         else:
             core = torch.ops.hybridge.kda_recurrence(
@@ -100,39 +100,19 @@ class KdaAttention(nn.Module):
 
     def _convolve_one(self, raw: Tensor, conv_state: Tensor, batch: Batch) -> Tensor:
         """One token a row: [B, 3P] -> [B, 3P]."""
-        history = started(conv_state, batch)
-        window = torch.cat([history, raw.unsqueeze(-1)], dim=-1)
+        window = torch.cat([started(conv_state, batch), raw.unsqueeze(-1)], dim=-1)
         torch.ops.hybridge.state_write(conv_state, window[..., 1:], batch.state_slot)
         return functional.silu((window * self.conv_weight).sum(-1))
 
-    def _convolve_packed(self, raw: Tensor, conv_state: Tensor, batch: Batch) -> Tensor:
-        """Packed sequences: a tap reaches back into the batch, or into the sequence's history."""
-        taps = self.kda.conv_width
-        history = started(conv_state, batch)
-        total = torch.zeros_like(raw)
-        for tap in range(taps):
-            back = taps - 1 - tap
-            in_batch = raw[(batch.token - back).clamp(min=0)]
-            column = (taps - 1 + batch.offset - back).clamp(max=taps - 2)
-            before = history[batch.sequence, :, column]
-            reached = torch.where((batch.offset >= back).unsqueeze(1), in_batch, before)
-            total = total + reached * self.conv_weight[:, tap]
-        self._keep_history(raw, history, conv_state, batch)
-        return functional.silu(total)
-
-    def _keep_history(self, raw: Tensor, history: Tensor, conv_state: Tensor, batch: Batch) -> None:
-        """Write each sequence's last W - 1 raw columns of [history | new tokens]."""
-        kept = self.kda.conv_width - 1
-        row = torch.arange(history.shape[0], device=raw.device)
-        columns = []
-        for column in range(kept):
-            place = batch.new_tokens + column
-            old = history[row, :, place.clamp(max=kept - 1)]
-            last = raw.shape[0] - 1
-            new = raw[(batch.query_start[:-1] + place - kept).clamp(min=0, max=last)]
-            columns.append(torch.where((place < kept).unsqueeze(1), old, new))
-        slot = torch.where(batch.new_tokens > 0, batch.state_slot, -1)
-        torch.ops.hybridge.state_write(conv_state, torch.stack(columns, dim=-1), slot)
+    def _convolve_packed(
+        self, raw: Tensor, conv_state: Tensor, batch: Batch, packing: Packing
+    ) -> Tensor:
+        """Packed sequences, [T, 3P] -> [T, 3P]: a tap reaches a token or a sequence's history."""
+        history = started(conv_state, batch).transpose(1, 2).flatten(0, 1)
+        rows = torch.cat([history, raw])
+        kept = rows[packing.kept].transpose(1, 2)
+        torch.ops.hybridge.state_write(conv_state, kept, packing.kept_slot)
+        return functional.silu((rows[packing.window] * self.conv_weight.T).sum(1))
 
     def _recur_one(
         self,

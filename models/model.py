@@ -131,6 +131,7 @@ class HybridModel(nn.Module):
         batch = make_batch(
             phase,
             token_ids.shape[0],
+            self.config.kda.conv_width,
             query_start,
             context_len,
             slot_mapping,
