@@ -1,12 +1,14 @@
 """MXFP4 as compressed-tensors ships it (`mxfp4-pack-quantized`).
 
-A value is E2M1(nibble) * 2 ** (scale - 127): magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6, bit 3 the sign. The
-low nibble of a byte is the even (first) element along the input dimension, and 32 consecutive inputs
-share a scale byte. Nothing is transposed or swizzled. Formats: OCP Microscaling Formats (MX) v1.0.
+A value is E2M1(nibble) * 2 ** (scale - 127): magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6, bit 3 the sign.
+The low nibble of a byte is the even (first) element along the input dimension, and 32 consecutive
+inputs share a scale byte. Nothing is transposed or swizzled. Formats: OCP Microscaling Formats (MX)
+v1.0.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Final
 
 import torch
@@ -51,15 +53,17 @@ def decode(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         )
     nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
     table = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
-    groups = table[nibbles.long()].unflatten(-1, (-1, MXFP4_GROUP))
-    return (groups * _power_of_two(scale).unsqueeze(-1)).flatten(-2)
+    groups = table[nibbles.long()].reshape(*scale.shape, MXFP4_GROUP)
+    values: torch.Tensor = (groups * _power_of_two(scale).unsqueeze(-1)).flatten(-2)
+    return values
 
 
 def encode(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to MXFP4 with the scale rule of compressed-tensors.
 
-    The exponent of a block is that of its largest magnitude, rounded up where the mantissa is at least
-    1.75, less 2; values round to the nearest, ties to even, and saturate at 6. A zero block has scale 0.
+    The exponent of a block is that of its largest magnitude, rounded up where the mantissa is at
+    least 1.75, less 2; values round to the nearest, ties to even, and saturate at 6. A block of
+    zeros has scale 0.
 
     Args:
         values: floating [..., K], K a multiple of 32, finite.
@@ -75,7 +79,7 @@ def encode(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             f"MXFP4 groups of {MXFP4_GROUP} do not divide {values.shape[-1]} columns",
             f"use a multiple of {MXFP4_GROUP}",
         )
-    groups = values.float().unflatten(-1, (-1, MXFP4_GROUP))
+    groups = values.float().reshape(*values.shape[:-1], -1, MXFP4_GROUP)
     largest = groups.abs().amax(-1)
     if not bool(torch.isfinite(largest).all()):
         raise CheckpointError("a value to quantise is not finite", "check the weights before")
@@ -84,7 +88,7 @@ def encode(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # In float64, so that neither a scale of 0 nor one of 254 rounds anything away.
     scaled = groups.double() * torch.exp2(127.0 - biased.double()).unsqueeze(-1)
     nibbles = _nearest_magnitude(scaled.abs()) + _SIGN * torch.signbit(groups).to(torch.uint8)
-    pairs = nibbles.flatten(-2).unflatten(-1, (-1, 2))
+    pairs = nibbles.reshape(*values.shape[:-1], -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4), biased.to(torch.uint8)
 
 
@@ -99,7 +103,7 @@ def _power_of_two(scale: torch.Tensor) -> torch.Tensor:
 def _nearest_magnitude(scaled: torch.Tensor) -> torch.Tensor:
     """Index of the nearest E2M1 magnitude; a tie goes to the even index; above 5 it is 6."""
     middles = torch.tensor(
-        [(low + high) / 2 for low, high in zip(MAGNITUDES, MAGNITUDES[1:], strict=False)],
+        [(low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES)],
         dtype=torch.float64,
     )
     below = torch.bucketize(scaled, middles, right=False)

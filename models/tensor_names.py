@@ -5,10 +5,11 @@ Two tables for a config, both generated lazily because a full Kimi K3.1 has half
 - `published_tensors`: name, shape, storage class and role of every tensor in the files;
 - `weight_sources`: name, shape and recipe of every parameter of the model. A parameter carries its
   tensor's name (without `language_model.`), except where several tensors make one parameter: routed
-  experts are stacked, the three convolutions of a KDA layer are one weight, A_log is cut to its heads.
+  experts are stacked, the three convolutions of a KDA layer are one weight. A_log is cut to its
+  heads.
 
-Every recipe is the same operation on flat memory: the tensors laid one after the other, and the front
-of that taken. So a reader needs no case per recipe, and a file can be written by appending.
+Every recipe is the same operation on flat memory: the tensors laid one after the other, and the
+front of that taken. So a reader needs no case per recipe, and a file can be written by appending.
 
 Names and shapes: the published checkpoints of Kimi Linear, K3 and K3.1.
 """
@@ -105,10 +106,11 @@ class WeightSource:
     Attributes:
         name: the parameter's name in the model.
         shape: the parameter's shape.
-        dtype: "float32", "bfloat16" or "uint8", by the config; a checkpoint may hold the other float.
-        transform: "as_is": the bytes of the one tensor, so that a compiler can refer to them in place.
-            "stack_experts", "concat": the tensors laid one after the other. "slice_flat": the front of
-            the one tensor.
+        dtype: "float32", "bfloat16" or "uint8", by the config; a checkpoint may hold the other
+            float type.
+        transform: "as_is": the bytes of the one tensor, so that a compiler can refer to them in
+            place. "stack_experts", "concat": the tensors laid one after the other. "slice_flat":
+            the front of the one tensor.
         tensors: the tensors it is made of, in order, without `language_model.`.
         storage: storage class of the tensors.
     """
@@ -134,7 +136,7 @@ def plain_name(name: str) -> str:
 
 
 def is_skipped(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor (by its plain name) is no part of the text model: vision, or an MTP layer."""
+    """Whether a tensor, by its plain name, is no part of the text model: vision or an MTP layer."""
     if name.startswith(SKIPPED_PREFIXES):
         return True
     layer = _LAYER.match(name)
