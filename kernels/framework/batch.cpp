@@ -1,5 +1,7 @@
 #include "framework/batch.h"
 
+#include <vector>
+
 namespace hybridge {
 namespace {
 

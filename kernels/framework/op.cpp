@@ -1,8 +1,10 @@
 #include "framework/op.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <exception>
 
 namespace hybridge {
 namespace {
@@ -152,12 +154,31 @@ Tensor Context::in_place(const Tensor& input, size_t output_index) const {
   return out;
 }
 
+// Runs tasks on onnxruntime's pool. An exception of a task (memory ran out) may not cross the
+// pool's frames: the first one is kept, and rethrown when all tasks are done.
 struct PoolAccess {
+  Parallel::Task task;
+  void* data;
+  std::atomic<bool> failed{false};
+  std::exception_ptr error{};
+
+  static void guarded(void* self, size_t index) {
+    PoolAccess& access = *static_cast<PoolAccess*>(self);
+    try {
+      access.task(access.data, index);
+    } catch (...) {
+      if (!access.failed.exchange(true)) access.error = std::current_exception();
+    }
+  }
+
   static void run(void* pool, Parallel::Task task, size_t count, void* data) {
-    const Context& context = *static_cast<Context*>(pool);
+    const Context& context = *static_cast<const Context*>(pool);
+    PoolAccess access{task, data};
     // As many batches as tasks: the pool then hands out tasks one by one, as threads come free.
-    check(context.api_, abi::parallel_for(context.api_)(context.context_, task, count, count, data),
+    check(context.api_,
+          abi::parallel_for(context.api_)(context.context_, guarded, count, count, &access),
           "the parallel loop");
+    if (access.error) std::rethrow_exception(access.error);
   }
 };
 

@@ -38,9 +38,9 @@ Shape::Shape(std::initializer_list<int64_t> values) {
   for (int64_t value : values) dims[rank++] = value;
 }
 
-int64_t Shape::elements() const {
+int64_t Shape::elements_before(size_t end) const {
   int64_t count = 1;
-  for (size_t axis = 0; axis < rank; ++axis) count *= dims[axis];
+  for (size_t axis = 0; axis < end; ++axis) count *= dims[axis];
   return count;
 }
 

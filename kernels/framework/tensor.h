@@ -8,7 +8,6 @@
 
 #include "abi/onnxruntime_abi.h"
 #include "framework/error.h"
-#include "math/bfloat16.h"
 
 namespace hybridge {
 
@@ -34,7 +33,9 @@ struct Shape {
   Shape(std::initializer_list<int64_t> values);
   int64_t operator[](size_t axis) const { return dims[axis]; }
   int64_t& operator[](size_t axis) { return dims[axis]; }
-  int64_t elements() const;
+  int64_t elements() const { return elements_before(rank); }
+  // Product of the dimensions before `axis`.
+  int64_t elements_before(size_t axis) const;
   std::string str() const;
 };
 
@@ -62,7 +63,8 @@ class Tensor {
     return static_cast<T*>(data_);
   }
   const float* f32() const { return static_cast<const float*>(data_); }
-  const bfloat16* bf16() const { return static_cast<const bfloat16*>(data_); }
+  // bfloat16 is carried as its 16 bits.
+  const uint16_t* bf16() const { return static_cast<const uint16_t*>(data_); }
   const int32_t* i32() const { return static_cast<const int32_t*>(data_); }
 
   // Each raises OpError naming this input. `meaning` says what the dimension is, e.g. "heads of

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "math/bfloat16.h"
 #include "math/lanes.h"
 
 namespace hybridge::HYBRIDGE_ISA {
@@ -12,12 +11,12 @@ namespace {
 // Elements that one task writes at least; less is not worth waking a thread.
 constexpr int64_t kTaskElements = 1 << 16;
 
-void convert_row(const float* from, bfloat16* to, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) to[i] = to_bfloat16(from[i]);
+void convert_row(const float* from, uint16_t* to, int64_t width) {
+  for (int64_t i = 0; i < width; ++i) to[i] = bf16_from_float(from[i]);
 }
 
-void convert_row(const bfloat16* from, float* to, int64_t width) {
-  for (int64_t i = 0; i < width; ++i) to[i] = to_float(from[i]);
+void convert_row(const uint16_t* from, float* to, int64_t width) {
+  for (int64_t i = 0; i < width; ++i) to[i] = float_from_bf16(from[i]);
 }
 
 template <class T>
@@ -37,10 +36,10 @@ void write_range(const WriteRowsArgs& args, int64_t begin, int64_t end) {
 
 void write_any(const WriteRowsArgs& args, int64_t begin, int64_t end) {
   if (args.rows_bf16) {
-    if (args.table_bf16) return write_range<bfloat16, bfloat16>(args, begin, end);
-    return write_range<bfloat16, float>(args, begin, end);
+    if (args.table_bf16) return write_range<uint16_t, uint16_t>(args, begin, end);
+    return write_range<uint16_t, float>(args, begin, end);
   }
-  if (args.table_bf16) return write_range<float, bfloat16>(args, begin, end);
+  if (args.table_bf16) return write_range<float, uint16_t>(args, begin, end);
   return write_range<float, float>(args, begin, end);
 }
 

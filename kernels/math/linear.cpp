@@ -1,0 +1,130 @@
+#include "math/linear.h"
+
+#include <algorithm>
+
+#include "math/panel.h"
+#include "math/scratch.h"
+#include "math/tiles.h"
+
+namespace hybridge::HYBRIDGE_ISA {
+namespace {
+
+// Up to this many rows the weight's way from memory is the limit, and dot products along rows keep
+// up with it; beyond, the packed panel product does more with each word it loads.
+constexpr int64_t kDotRows = 8;
+// Bytes of weight that one task of the dot-product form reads: small enough to share out evenly.
+constexpr int64_t kDotTaskBytes = 128 << 10;
+// Bytes of packed x that a task keeps in its core's cache while weight rows pass by.
+constexpr int64_t kBlockBytes = 512 << 10;
+constexpr int64_t kTaskOutputs = 32 * kRowTile;
+
+template <class Weight>
+void by_dot_products(const LinearArgs& args, const Parallel& parallel) {
+  const Weight* weight = static_cast<const Weight*>(args.weight);
+  const int64_t row_bytes =
+      std::max<int64_t>(1, args.inputs * static_cast<int64_t>(sizeof(Weight)));
+  const int64_t per_task = std::max<int64_t>(4, kDotTaskBytes / row_bytes / 4 * 4);
+  const int64_t tasks = (args.outputs + per_task - 1) / per_task;
+  parallel_for(parallel, static_cast<size_t>(tasks), [&](size_t task) {
+    const int64_t first = static_cast<int64_t>(task) * per_task;
+    const int64_t count = std::min(per_task, args.outputs - first);
+    matrix_times_rows(weight + first * args.inputs, count, args.inputs, args.x, args.inputs,
+                      args.rows, [&](int64_t output, int64_t row, float sum) {
+                        args.out[row * args.outputs + first + output] = sum;
+                      });
+  });
+}
+
+// The panel product of up to kRowTile weight rows with the x rows of one panel.
+template <class Words, int kVectors>
+void multiply_and_store(const typename Words::Element* const* weight_rows, const float* panel,
+                        int64_t inputs, int64_t x_rows, int64_t outputs, float* out,
+                        int64_t out_stride) {
+  Lanes sums[kRowTile][kVectors];
+  clear_sums(sums);
+  multiply_panel_rows<Words, kVectors>(weight_rows, panel, kVectors * kWidth, inputs, sums);
+  alignas(64) float tile[kRowTile][kVectors * kWidth];
+  for (int i = 0; i < kRowTile; ++i) {
+    for (int v = 0; v < kVectors; ++v) sums[i][v].store(tile[i] + v * kWidth);
+  }
+  for (int64_t row = 0; row < x_rows; ++row) {
+    for (int64_t i = 0; i < outputs; ++i) out[row * out_stride + i] = tile[i][row];
+  }
+}
+
+// Weight rows [first_output, end_output) times the panels [first_panel, end_panel).
+template <class Weight>
+void multiply_block(const LinearArgs& args, const float* panels, int64_t first_panel,
+                    int64_t end_panel, int64_t first_output, int64_t end_output) {
+  using Words = typename RowsAs<Weight>::Words;
+  const Weight* weight = static_cast<const Weight*>(args.weight);
+  const int64_t panel_size = steps_of<Words>(args.inputs) * kPanelLanes;
+  float* widened = nullptr;
+  if constexpr (kWidened<Weight>) {
+    const size_t bytes = static_cast<size_t>(kRowTile * args.inputs) * sizeof(float);
+    widened = static_cast<float*>(scratch_bytes(ScratchSlot::kTask, bytes));
+  }
+  for (int64_t output = first_output; output < end_output; output += kRowTile) {
+    const int64_t count = std::min<int64_t>(kRowTile, end_output - output);
+    const Weight* rows[kRowTile];
+    for (int64_t i = 0; i < count; ++i) rows[i] = weight + (output + i) * args.inputs;
+    const typename Words::Element* readable[kRowTile];
+    readable_rows(rows, count, args.inputs, widened, readable);
+    for (int64_t p = first_panel; p < end_panel; ++p) {
+      const int64_t row = p * kPanelLanes;
+      const int64_t x_rows = std::min(kPanelLanes, args.rows - row);
+      float* out = args.out + row * args.outputs + output;
+      const float* panel = panels + p * panel_size;
+      if (x_rows <= kWidth) {
+        multiply_and_store<Words, 1>(readable, panel, args.inputs, x_rows, count, out,
+                                     args.outputs);
+      } else {
+        multiply_and_store<Words, kPanelVectors>(readable, panel, args.inputs, x_rows, count, out,
+                                                 args.outputs);
+      }
+    }
+  }
+}
+
+template <class Weight>
+void by_panels(const LinearArgs& args, const Parallel& parallel) {
+  using Words = typename RowsAs<Weight>::Words;
+  const int64_t panel_size = steps_of<Words>(args.inputs) * kPanelLanes;
+  const int64_t panels = (args.rows + kPanelLanes - 1) / kPanelLanes;
+  const size_t bytes = static_cast<size_t>(panels * panel_size) * sizeof(float);
+  float* packed = static_cast<float*>(scratch_bytes(ScratchSlot::kOperator, bytes));
+  parallel_for(parallel, static_cast<size_t>(panels), [&](size_t p) {
+    const int64_t row = static_cast<int64_t>(p) * kPanelLanes;
+    pack_panel<Words>(args.x + row * args.inputs, args.inputs,
+                      std::min(kPanelLanes, args.rows - row), args.inputs,
+                      packed + static_cast<int64_t>(p) * panel_size);
+  });
+
+  const int64_t panel_bytes = panel_size * static_cast<int64_t>(sizeof(float));
+  const int64_t per_block = std::max<int64_t>(1, kBlockBytes / std::max<int64_t>(1, panel_bytes));
+  const int64_t blocks = (panels + per_block - 1) / per_block;
+  const int64_t columns = (args.outputs + kTaskOutputs - 1) / kTaskOutputs;
+  parallel_for(parallel, static_cast<size_t>(blocks * columns), [&](size_t task) {
+    const int64_t block = static_cast<int64_t>(task) / columns;
+    const int64_t output = static_cast<int64_t>(task) % columns * kTaskOutputs;
+    multiply_block<Weight>(args, packed, block * per_block,
+                           std::min(panels, (block + 1) * per_block), output,
+                           std::min(args.outputs, output + kTaskOutputs));
+  });
+}
+
+template <class Weight>
+void linear_of(const LinearArgs& args, const Parallel& parallel) {
+  if (args.rows <= kDotRows) return by_dot_products<Weight>(args, parallel);
+  return by_panels<Weight>(args, parallel);
+}
+
+}  // namespace
+
+void linear(const LinearArgs& args, const Parallel& parallel) {
+  if (args.rows == 0 || args.outputs == 0) return;
+  if (args.weight_bf16) return linear_of<uint16_t>(args, parallel);
+  return linear_of<float>(args, parallel);
+}
+
+}  // namespace hybridge::HYBRIDGE_ISA

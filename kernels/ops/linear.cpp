@@ -1,0 +1,43 @@
+// Linear(x, weight) -> out: x [..., K] times the transpose of weight [N, K].
+#include "math/linear.h"
+
+#include "framework/op.h"
+
+namespace hybridge {
+namespace {
+
+class Linear : public Kernel {
+ public:
+  explicit Linear(const Attributes&) {}
+
+  void compute(Context& context) const override {
+    const Tensor x = context.input(0);
+    const Tensor weight = context.input(1);
+    if (x.rank() == 0) x.expect_rank(2, "[..., K]");
+    weight.expect_rank(2, "[N, K]");
+    const size_t last = x.rank() - 1;
+    x.expect_dim(last, weight.dim(1), "inputs of weight");
+
+    Shape shape = x.shape();
+    shape[last] = weight.dim(0);
+    const Tensor out = context.output(0, shape);
+    const int64_t rows = x.shape().elements_before(last);
+    run_({x.f32(), weight.raw(), weight.is_bf16(), out.data<float>(), rows, weight.dim(1),
+          weight.dim(0)},
+         context.parallel());
+  }
+
+ private:
+  plain::linear_signature* run_ = select_linear();
+};
+
+const OpRegistration registration({
+    "Linear",
+    {{"x", {DType::f32}}, {"weight", {DType::f32, DType::bf16}}},
+    {{"out", DType::f32}},
+    nullptr,
+    make_kernel<Linear>,
+});
+
+}  // namespace
+}  // namespace hybridge
