@@ -11,7 +11,12 @@
 #include <cstring>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
+// gcc 12 takes the deliberately undefined operands in this header for mistakes (its bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 #if defined(__AVX512BF16__)
@@ -267,6 +272,19 @@ inline void store_first(float* to, Lanes lanes, std::int64_t count) {
   lanes.store(padded);
   for (std::int64_t lane = 0; lane < count; ++lane) to[lane] = padded[lane];
 #endif
+}
+
+// `count` may be a whole vector here.
+inline Lanes load_first_or_all(const float* from, std::int64_t count) {
+  return count >= kWidth ? Lanes::load(from) : load_first(from, count);
+}
+
+inline void store_first_or_all(float* to, Lanes lanes, std::int64_t count) {
+  if (count >= kWidth) {
+    lanes.store(to);
+  } else {
+    store_first(to, lanes, count);
+  }
 }
 
 // Loads of either weight type by one name, so that kernels can be templates over it.

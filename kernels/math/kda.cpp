@@ -1,0 +1,316 @@
+#include "math/kda.h"
+
+#include "math/kda_chunk.h"
+#include "math/kda_inputs.h"
+
+namespace hybridge {
+namespace HYBRIDGE_ISA {
+namespace {
+
+std::size_t floats_of(std::int64_t count) {
+  return sizeof(float) * static_cast<std::size_t>(count);
+}
+
+// One sequence's share of a batch.
+struct Sequence {
+  std::int64_t first = 0;
+  std::int64_t count = 0;
+  std::int64_t slot = -1;
+  bool fresh = false;  // no token came before: zero state, zero history
+
+  bool idle() const { return slot < 0 || count == 0; }
+};
+
+Sequence sequence_at(const KdaBatch& batch, std::int64_t b) {
+  Sequence sequence;
+  sequence.first = batch.query_start[b];
+  sequence.count = batch.query_start[b + 1] - sequence.first;
+  sequence.slot = batch.state_slot[b];
+  sequence.fresh = batch.context_len[b] == 0;
+  return sequence;
+}
+
+// Outputs of padding tokens and of sequences without a state are zero.
+void clear_idle_rows(const KdaBatch& batch, float* output) {
+  const std::int64_t row = batch.heads * batch.value_dim;
+  for (std::int64_t b = 0; b < batch.sequences; ++b) {
+    const Sequence sequence = sequence_at(batch, b);
+    if (sequence.slot < 0) {
+      std::memset(output + sequence.first * row, 0, floats_of(sequence.count * row));
+    }
+  }
+  const std::int64_t used = batch.query_start[batch.sequences];
+  std::memset(output + used * row, 0, floats_of((batch.tokens - used) * row));
+}
+
+// Runs `fill(token, rows)` and the recurrence over one head of one sequence, 16 tokens at a time.
+template <typename Fill>
+void run_head(const KdaBatch& batch, const Sequence& sequence, std::int64_t head,
+              const KdaScratch& s, float* states, float* output, Fill&& fill) {
+  float* state = states + (sequence.slot * batch.heads + head) * batch.key_dim * batch.value_dim;
+  load_state(s, sequence.fresh ? nullptr : state);
+  clear_kda_rows(s);
+  for (std::int64_t done = 0; done < sequence.count; done += kChunk) {
+    const std::int64_t left = sequence.count - done;
+    const int count = static_cast<int>(left < kChunk ? left : kChunk);
+    for (int i = 0; i < count; ++i) fill(done + i, i);
+    run_rows(s, count);
+    for (int i = 0; i < count; ++i) {
+      const std::int64_t token = sequence.first + done + i;
+      std::memcpy(output + (token * batch.heads + head) * batch.value_dim,
+                  s.output + i * s.value_stride, floats_of(batch.value_dim));
+    }
+  }
+  store_state(s, state);
+}
+
+void recurrence_of_head(const KdaRecurrence& args, const Sequence& sequence, std::int64_t head,
+                        const KdaScratch& s) {
+  const KdaBatch& batch = args.batch;
+  run_head(batch, sequence, head, s, args.state, args.output, [&](std::int64_t token, int row) {
+    const std::int64_t at = (sequence.first + token) * batch.heads + head;
+    const std::size_t key_bytes = floats_of(batch.key_dim);
+    std::memcpy(s.query + row * s.key_stride, args.query + at * batch.key_dim, key_bytes);
+    std::memcpy(s.key + row * s.key_stride, args.key + at * batch.key_dim, key_bytes);
+    std::memcpy(s.log_decay + row * s.key_stride, args.log_decay + at * batch.key_dim, key_bytes);
+    std::memcpy(s.value + row * s.value_stride, args.value + at * batch.value_dim,
+                floats_of(batch.value_dim));
+    s.beta[row] = args.beta[at];
+  });
+}
+
+void prefill_of_head(const KdaPrefill& args, const Sequence& sequence, std::int64_t head,
+                     const KdaScratch& s, const HeadChannels& channels) {
+  const KdaBatch& batch = args.batch;
+  const std::int64_t width = batch.heads * batch.key_dim;
+  const float* raw = args.qkv + sequence.first * 3 * width;
+  float* conv_state = args.conv_state + sequence.slot * 3 * width * channels.history;
+  channel_rows(args.gate.conv_weight, args.gate.conv_width, channels, channels.taps);
+  load_history(channels, sequence.fresh ? nullptr : conv_state);
+  const float query_scale = 1.0f / std::sqrt(static_cast<float>(batch.key_dim));
+  run_head(batch, sequence, head, s, args.state, args.output, [&](std::int64_t token, int row) {
+    float* query = s.query + row * s.key_stride;
+    float* key = s.key + row * s.key_stride;
+    convolve(channels, 0, raw, 3 * width, token, query);
+    convolve(channels, 1, raw, 3 * width, token, key);
+    convolve(channels, 2, raw, 3 * width, token, s.value + row * s.value_stride);
+    normalise(query, s.key_stride, query_scale);
+    normalise(key, s.key_stride, 1.0f);
+    const std::int64_t at = sequence.first + token;
+    log_decay(args.gate, args.gate.a_log[head], args.decay + at * width + head * batch.key_dim,
+              args.gate.dt_bias + head * batch.key_dim, batch.key_dim,
+              s.log_decay + row * s.key_stride);
+    s.beta[row] = sigmoid_of(args.beta[at * batch.heads + head]);
+  });
+  store_history(channels, raw, 3 * width, sequence.count, conv_state);
+}
+
+// ---- Decode ----------------------------------------------------------------------------------
+
+// A few tens of kilobytes of weights per task: small enough to spread evenly, large enough to
+// amortise handing it out.
+constexpr std::int64_t kTaskBytes = 64 * 1024;
+
+std::int64_t rows_per_task(std::int64_t columns, bool is_bf16) {
+  const std::int64_t row_bytes = columns * (is_bf16 ? 2 : 4);
+  return round_up(kTaskBytes / (row_bytes > 0 ? row_bytes : 1) + 1, 4);
+}
+
+template <typename Done>
+void multiply_weight(const WeightMatrix& weight, std::int64_t first, std::int64_t rows,
+                     std::int64_t columns, const float* x, std::int64_t x_stride,
+                     std::int64_t tokens, Done&& done) {
+  if (weight.is_bf16) {
+    const auto* data = static_cast<const std::uint16_t*>(weight.data) + first * columns;
+    matrix_times_rows(data, rows, columns, x, x_stride, tokens, done);
+  } else {
+    const auto* data = static_cast<const float*>(weight.data) + first * columns;
+    matrix_times_rows(data, rows, columns, x, x_stride, tokens, done);
+  }
+}
+
+// y [tokens, rows] = x [tokens, columns] times the weight's rows, in parallel over the rows.
+void project(const WeightMatrix& weight, std::int64_t rows, std::int64_t columns, const float* x,
+             std::int64_t tokens, float* y, const Parallel& parallel) {
+  const std::int64_t step = rows_per_task(columns, weight.is_bf16);
+  const std::int64_t tasks = (rows + step - 1) / step;
+  parallel_for(parallel, static_cast<std::size_t>(tasks), [&](std::size_t task) {
+    const std::int64_t first = static_cast<std::int64_t>(task) * step;
+    const std::int64_t here = rows - first < step ? rows - first : step;
+    multiply_weight(weight, first, here, columns, x, columns, tokens,
+                    [&](std::int64_t row, std::int64_t token, float sum) {
+                      y[token * rows + first + row] = sum;
+                    });
+  });
+}
+
+// Where the parts of one row of in_weight's product begin.
+struct DecodeColumns {
+  std::int64_t width, decay, beta, gate, total;
+};
+
+DecodeColumns decode_columns(const KdaDecode& args) {
+  DecodeColumns columns;
+  columns.width = args.batch.heads * args.batch.key_dim;
+  columns.decay = 3 * columns.width;
+  columns.beta = columns.decay + args.rank;
+  columns.gate = columns.beta + args.batch.heads;
+  columns.total = columns.gate + (args.gate_rank > 0 ? args.gate_rank : columns.width);
+  return columns;
+}
+
+// Rows [head * K, (head + 1) * K) of a low-rank weight times one token's low-rank vector.
+void expand_head(const WeightMatrix& weight, std::int64_t rank, std::int64_t head,
+                 std::int64_t width, const float* x, float* to) {
+  multiply_weight(weight, head * width, width, rank, x, rank, 1,
+                  [&](std::int64_t row, std::int64_t, float sum) { to[row] = sum; });
+}
+
+// o <- o / rms(o) * norm_weight * sigmoid(gate)
+void normalise_and_gate(const float* norm_weight, float eps, const float* gate, std::int64_t width,
+                        float* o) {
+  Lanes squares = Lanes::zero();
+  for (std::int64_t c = 0; c < width; c += kWidth) {
+    const Lanes value = load_first_or_all(o + c, width - c);
+    squares = multiply_add(value, value, squares);
+  }
+  const float mean = sum_of(squares) / static_cast<float>(width);
+  const Lanes factor = Lanes::broadcast(1.0f / std::sqrt(mean + eps));
+  for (std::int64_t c = 0; c < width; c += kWidth) {
+    const std::int64_t here = width - c;
+    const Lanes normed = load_first_or_all(o + c, here) * factor;
+    const Lanes weighted = normed * load_first_or_all(norm_weight + c, here);
+    store_first_or_all(o + c, weighted * sigmoid(load_first_or_all(gate + c, here)), here);
+  }
+}
+
+// One token of one head: from its raw projections to the gated output o [V].
+void decode_head(const KdaDecode& args, const Sequence& sequence, std::int64_t head,
+                 const float* projected, float* o) {
+  const KdaBatch& batch = args.batch;
+  const DecodeColumns columns = decode_columns(args);
+  const std::int64_t width = batch.key_dim;
+
+  ScratchArena measure;
+  take_kda_scratch(measure, width, batch.value_dim);
+  take_head_channels(measure, batch, args.gate, head);
+  ScratchArena arena(scratch_bytes(ScratchSlot::kTask, measure.used()));
+  const KdaScratch s = take_kda_scratch(arena, width, batch.value_dim);
+  const HeadChannels channels = take_head_channels(arena, batch, args.gate, head);
+
+  float* conv_state = args.conv_state + sequence.slot * 3 * columns.width * channels.history;
+  channel_rows(args.gate.conv_weight, args.gate.conv_width, channels, channels.taps);
+  load_history(channels, sequence.fresh ? nullptr : conv_state);
+  clear_kda_rows(s);
+  convolve(channels, 0, projected, 0, 0, s.query);
+  convolve(channels, 1, projected, 0, 0, s.key);
+  convolve(channels, 2, projected, 0, 0, s.value);
+  store_history(channels, projected, 0, 1, conv_state);
+  normalise(s.query, s.key_stride, 1.0f / std::sqrt(static_cast<float>(width)));
+  normalise(s.key, s.key_stride, 1.0f);
+
+  float* const expanded = s.final_rows;
+  expand_head(args.f_b_weight, args.rank, head, width, projected + columns.decay, expanded);
+  log_decay(args.gate, args.gate.a_log[head], expanded, args.gate.dt_bias + head * width, width,
+            s.log_decay);
+  for (std::int64_t c = 0; c < s.key_stride; c += kWidth) {
+    exponential(Lanes::load(s.log_decay + c)).store(s.exponent + c);
+  }
+
+  KdaToken token = {};
+  token.query = s.query;
+  token.key = s.key;
+  token.decay = s.exponent;
+  token.value = s.value;
+  token.beta = sigmoid_of(projected[columns.beta + head]);
+  token.decayed_query = s.lead_rows;
+  token.decayed_key = s.inverse_rows;
+  prepare_step(token, s.key_stride);
+  const std::int64_t state_floats = width * batch.value_dim;
+  float* state = args.state + (sequence.slot * batch.heads + head) * state_floats;
+  if (sequence.fresh) std::memset(state, 0, floats_of(state_floats));
+  kda_step(token, width, batch.value_dim, state, batch.value_dim, o);
+
+  const float* gate = projected + columns.gate + head * width;
+  if (args.gate_rank > 0) {
+    expand_head(args.g_b_weight, args.gate_rank, head, width, projected + columns.gate, expanded);
+    gate = expanded;
+  }
+  normalise_and_gate(args.norm_weight, args.norm_eps, gate, batch.value_dim, o);
+}
+
+Sequence decode_sequence(const KdaBatch& batch, std::int64_t b) {
+  Sequence sequence;
+  sequence.first = b;
+  sequence.count = 1;
+  sequence.slot = batch.state_slot[b];
+  sequence.fresh = batch.context_len[b] == 0;
+  return sequence;
+}
+
+}  // namespace
+
+void kda_recurrence(const KdaRecurrence& args, const Parallel& parallel) {
+  const KdaBatch& batch = args.batch;
+  clear_idle_rows(batch, args.output);
+  const auto tasks = static_cast<std::size_t>(batch.sequences * batch.heads);
+  parallel_for(parallel, tasks, [&](std::size_t task) {
+    const std::int64_t index = static_cast<std::int64_t>(task);
+    const Sequence sequence = sequence_at(batch, index / batch.heads);
+    if (sequence.idle()) return;
+    ScratchArena measure;
+    take_kda_scratch(measure, batch.key_dim, batch.value_dim);
+    ScratchArena arena(scratch_bytes(ScratchSlot::kTask, measure.used()));
+    const KdaScratch s = take_kda_scratch(arena, batch.key_dim, batch.value_dim);
+    recurrence_of_head(args, sequence, index % batch.heads, s);
+  });
+}
+
+void kda_prefill(const KdaPrefill& args, const Parallel& parallel) {
+  const KdaBatch& batch = args.batch;
+  clear_idle_rows(batch, args.output);
+  const auto tasks = static_cast<std::size_t>(batch.sequences * batch.heads);
+  parallel_for(parallel, tasks, [&](std::size_t task) {
+    const std::int64_t index = static_cast<std::int64_t>(task);
+    const std::int64_t head = index % batch.heads;
+    const Sequence sequence = sequence_at(batch, index / batch.heads);
+    if (sequence.idle()) return;
+    ScratchArena measure;
+    take_kda_scratch(measure, batch.key_dim, batch.value_dim);
+    take_head_channels(measure, batch, args.gate, head);
+    ScratchArena arena(scratch_bytes(ScratchSlot::kTask, measure.used()));
+    const KdaScratch s = take_kda_scratch(arena, batch.key_dim, batch.value_dim);
+    const HeadChannels channels = take_head_channels(arena, batch, args.gate, head);
+    prefill_of_head(args, sequence, head, s, channels);
+  });
+}
+
+void kda_decode(const KdaDecode& args, const Parallel& parallel) {
+  const KdaBatch& batch = args.batch;
+  const DecodeColumns columns = decode_columns(args);
+  ScratchArena measure;
+  measure.take<float>(static_cast<std::size_t>(batch.sequences * columns.total));
+  measure.take<float>(static_cast<std::size_t>(batch.sequences * columns.width));
+  ScratchArena arena(scratch_bytes(ScratchSlot::kOperator, measure.used()));
+  float* projected = arena.take<float>(static_cast<std::size_t>(batch.sequences * columns.total));
+  float* heads = arena.take<float>(static_cast<std::size_t>(batch.sequences * columns.width));
+
+  project(args.in_weight, columns.total, args.hidden, args.x, batch.sequences, projected, parallel);
+  const auto tasks = static_cast<std::size_t>(batch.sequences * batch.heads);
+  parallel_for(parallel, tasks, [&](std::size_t task) {
+    const std::int64_t index = static_cast<std::int64_t>(task);
+    const std::int64_t b = index / batch.heads;
+    const std::int64_t head = index % batch.heads;
+    const Sequence sequence = decode_sequence(batch, b);
+    float* o = heads + b * columns.width + head * batch.value_dim;
+    if (sequence.idle()) {
+      std::memset(o, 0, floats_of(batch.value_dim));
+      return;
+    }
+    decode_head(args, sequence, head, projected + b * columns.total, o);
+  });
+  project(args.o_weight, args.hidden, columns.width, heads, batch.sequences, args.output, parallel);
+}
+
+}  // namespace HYBRIDGE_ISA
+}  // namespace hybridge

@@ -1,0 +1,170 @@
+// Register-tiled pieces of matrix products, shared by the KDA and MoE kernels.
+#pragma once
+
+#include "math/lanes.h"
+
+namespace hybridge {
+namespace HYBRIDGE_ISA {
+
+// sums[r][c] += sum over step of a[step * a_stride + r] * b[step * b_stride + c lanes].
+// `a` is read by broadcast with its rows contiguous, so that the row offsets are constants.
+template <int kRows, int kColumns>
+inline void multiply_tile(Lanes (&sums)[kRows][kColumns], const float* a, std::int64_t a_stride,
+                          const float* b, std::int64_t b_stride, std::int64_t steps) {
+  for (std::int64_t step = 0; step < steps; ++step) {
+    Lanes right[kColumns];
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) right[c] = Lanes::load(b + c * kWidth);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Lanes left = Lanes::broadcast(a[r]);
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; ++c) sums[r][c] = multiply_add(left, right[c], sums[r][c]);
+    }
+    a += a_stride;
+    b += b_stride;
+  }
+}
+
+template <int kRows, int kColumns>
+inline void clear_tile(Lanes (&sums)[kRows][kColumns]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kColumns; ++c) sums[r][c] = Lanes::zero();
+  }
+}
+
+// to[column * to_stride + row] = from[row * from_stride + column] for 16 rows and `columns`
+// columns, a multiple of 16.
+inline void transpose_16_rows(const float* from, std::int64_t from_stride, std::int64_t columns,
+                              float* to, std::int64_t to_stride) {
+#if defined(__AVX512F__)
+  for (std::int64_t column = 0; column < columns; column += 16) {
+    __m512 a[16], b[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(from + i * from_stride + column);
+    // Four rounds of pairwise exchange: 1, 2, 4 and 8 lanes apart.
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+      a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
+      a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xee);
+      a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+      a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+      b[i] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
+      b[i + 4] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
+      b[i + 8] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
+      b[i + 12] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+    float* out = to + column * to_stride;
+    for (int i = 0; i < 4; ++i) {
+      _mm512_storeu_ps(out + i * to_stride, _mm512_shuffle_f32x4(b[i], b[i + 8], 0x88));
+      _mm512_storeu_ps(out + (i + 8) * to_stride, _mm512_shuffle_f32x4(b[i], b[i + 8], 0xdd));
+      _mm512_storeu_ps(out + (i + 4) * to_stride, _mm512_shuffle_f32x4(b[i + 4], b[i + 12], 0x88));
+      _mm512_storeu_ps(out + (i + 12) * to_stride, _mm512_shuffle_f32x4(b[i + 4], b[i + 12], 0xdd));
+    }
+  }
+#else
+  for (int row = 0; row < 16; ++row) {
+    for (std::int64_t column = 0; column < columns; ++column) {
+      to[column * to_stride + row] = from[row * from_stride + column];
+    }
+  }
+#endif
+}
+
+// ---- Matrix-vector products at memory speed --------------------------------------------------
+
+// How far ahead of the loads a weight row is prefetched. Several rows are read side by side, more
+// streams than the hardware prefetcher follows well.
+constexpr std::int64_t kPrefetchBytes = 1024;
+
+// sums[r][m] = weight row r . x row m, over `columns`. All rows of a call are read side by side.
+template <int kRows, int kTokens, typename Weight>
+inline void dot_rows(const Weight* weight, std::int64_t weight_stride, const float* x,
+                     std::int64_t x_stride, std::int64_t columns, float (&sums)[kRows][kTokens]) {
+  Lanes partial[kRows][kTokens];
+  clear_tile(partial);
+  std::int64_t column = 0;
+  for (; column + kWidth <= columns; column += kWidth) {
+    Lanes right[kTokens];
+#pragma GCC unroll 4
+    for (int m = 0; m < kTokens; ++m) right[m] = Lanes::load(x + m * x_stride + column);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Weight* row = weight + r * weight_stride + column;
+      if (column % (64 / static_cast<int>(sizeof(Weight))) == 0) {
+        prefetch(reinterpret_cast<const char*>(row) + kPrefetchBytes);
+      }
+      const Lanes left = load_lanes(row);
+#pragma GCC unroll 4
+      for (int m = 0; m < kTokens; ++m) {
+        partial[r][m] = multiply_add(left, right[m], partial[r][m]);
+      }
+    }
+  }
+  const std::int64_t tail = columns - column;
+  for (int r = 0; r < kRows; ++r) {
+    for (int m = 0; m < kTokens; ++m) {
+      if (tail > 0) {
+        const Lanes left = load_lanes(weight + r * weight_stride + column, tail);
+        partial[r][m] =
+            multiply_add(left, load_first(x + m * x_stride + column, tail), partial[r][m]);
+      }
+      sums[r][m] = sum_of(partial[r][m]);
+    }
+  }
+}
+
+// Calls done(row, token, sum) for every row of a [rows, columns] block and each of kTokens tokens.
+template <int kTokens, typename Weight, typename Done>
+inline void matrix_times_tokens(const Weight* weight, std::int64_t rows, std::int64_t columns,
+                                const float* x, std::int64_t x_stride, Done&& done) {
+  constexpr int kRows = 4;
+  std::int64_t row = 0;
+  for (; row + kRows <= rows; row += kRows) {
+    float sums[kRows][kTokens];
+    dot_rows<kRows, kTokens>(weight + row * columns, columns, x, x_stride, columns, sums);
+    for (int r = 0; r < kRows; ++r) {
+      for (int m = 0; m < kTokens; ++m) done(row + r, m, sums[r][m]);
+    }
+  }
+  for (; row < rows; ++row) {
+    float sums[1][kTokens];
+    dot_rows<1, kTokens>(weight + row * columns, columns, x, x_stride, columns, sums);
+    for (int m = 0; m < kTokens; ++m) done(row, m, sums[0][m]);
+  }
+}
+
+// The same for any number of tokens, four at a time: a block of rows should be small enough to
+// stay in cache while the groups of tokens pass over it.
+template <typename Weight, typename Done>
+inline void matrix_times_rows(const Weight* weight, std::int64_t rows, std::int64_t columns,
+                              const float* x, std::int64_t x_stride, std::int64_t tokens,
+                              Done&& done) {
+  for (std::int64_t first = 0; first < tokens; first += 4) {
+    const float* group = x + first * x_stride;
+    auto shifted = [&](std::int64_t row, int token, float sum) { done(row, first + token, sum); };
+    switch (tokens - first) {
+      case 1:
+        matrix_times_tokens<1>(weight, rows, columns, group, x_stride, shifted);
+        break;
+      case 2:
+        matrix_times_tokens<2>(weight, rows, columns, group, x_stride, shifted);
+        break;
+      case 3:
+        matrix_times_tokens<3>(weight, rows, columns, group, x_stride, shifted);
+        break;
+      default:
+        matrix_times_tokens<4>(weight, rows, columns, group, x_stride, shifted);
+        break;
+    }
+  }
+}
+
+}  // namespace HYBRIDGE_ISA
+}  // namespace hybridge
