@@ -1,0 +1,157 @@
+"""The npu operators as torch ops, without their native library: schemas, shapes, CPU references.
+
+Schemas come from `npu_schemas.txt` (the wheel's own) and `own_operators.py`. Every operator that a
+lowering emits has a fake kernel here, so that graphs of them can be traced on any machine, and a
+CPU kernel from `npu_reference.py`, so that they can be run. Where the real torch_npu is loaded, its
+operators are there already and are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridge.compiler.targets.ascend import npu_reference
+from hybridge.compiler.targets.ascend.own_operators import OWN_OPERATORS, PAGED_MLA_ATTENTION
+
+OWN_NAMESPACE = "hybridge_ascend"
+_KEEP: list[torch.library.Library] = []  # a library's ops live as long as it does
+
+
+def read_schemas() -> tuple[str, ...]:
+    """The npu schemas of the data file, each without its namespace."""
+    text = resources.files(__package__).joinpath("npu_schemas.txt").read_text("utf-8")
+    return tuple(line for line in text.splitlines() if line and not line.startswith("#"))
+
+
+@cache
+def define_operators() -> None:
+    """Define what is not defined yet, once a process."""
+    own = [f"{op.name}{op.signature}" for op in OWN_OPERATORS.values()]
+    _define("npu", read_schemas())
+    _define(OWN_NAMESPACE, (*own, PAGED_MLA_ATTENTION))
+
+
+def _define(namespace: str, schemas: tuple[str, ...]) -> None:
+    library = torch.library.Library(namespace, "FRAGMENT")
+    _KEEP.append(library)
+    for schema in schemas:
+        name = schema.split("(", 1)[0]
+        packet = getattr(torch.ops, namespace)
+        if hasattr(packet, name.split(".")[0]) and "." not in name:
+            continue
+        library.define(schema)
+        qualified = f"{namespace}::{name}"
+        if qualified in FAKES:
+            library.impl(name, FAKES[qualified], "Meta")
+        if qualified in npu_reference.REFERENCES:
+            library.impl(name, npu_reference.REFERENCES[qualified], "CPU")
+
+
+def _like_first(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def _lightning_indexer(
+    query: Tensor, key: Tensor, weights: Tensor, *, sparse_count: int = 2048, **_: Any
+) -> tuple[Tensor, Tensor]:
+    shape = (query.shape[0], key.shape[2], sparse_count)
+    return query.new_empty(shape, dtype=torch.int32), query.new_empty(0)
+
+
+def _sparse_flash_attention(query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    none = query.new_empty(0, dtype=torch.float32)
+    return torch.empty_like(query), none, none.clone()
+
+
+def _recurrent(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.empty_like(value)
+
+
+def _halved(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _gating(x: Tensor, k: int, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (x.shape[0], k)
+    scores = x.new_empty(x.shape, dtype=torch.float32)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), scores
+
+
+def _init_routing(
+    x: Tensor, expert_idx: Tensor, *, expert_num: int = -1, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pairs = expert_idx.shape[0] * expert_idx.shape[1]
+    return (
+        x.new_empty((pairs, x.shape[1])),
+        x.new_empty(pairs, dtype=torch.int32),
+        x.new_empty(expert_num, dtype=torch.int64),
+        x.new_empty(pairs, dtype=torch.float32),
+    )
+
+
+def _finalize(expanded: Tensor, _1: Any, _2: Any, _3: Any, scales: Tensor, *_: Any) -> Tensor:
+    return expanded.new_empty((scales.shape[0], expanded.shape[1]))
+
+
+def _mx_quant(x: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty((*x.shape[:-1], math.ceil(x.shape[-1] / 64), 2), dtype=torch.uint8)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale
+
+
+def _grouped_matmul(
+    x: list[Tensor], weight: list[Tensor], *, antiquant_scale: Any = None, **_: Any
+) -> list[Tensor]:
+    dtype = x[0].dtype if antiquant_scale is None else torch.bfloat16
+    return [x[0].new_empty((x[0].shape[0], weight[0].shape[2]), dtype=dtype)]
+
+
+def _chunk_kda(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(v), torch.empty_like(rest[4])
+
+
+def _prepare(
+    block_res: Tensor, valid_blocks: Tensor, pseudo_query: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = block_res.new_empty((pseudo_query.shape[0], block_res.shape[0]))
+    numerator = block_res.new_empty((*statistics.shape, block_res.shape[2]))
+    return numerator, statistics, statistics.clone()
+
+
+def _update(partial_block: Tensor, delta: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(partial_block), torch.empty_like(delta)
+
+
+def _returns_its_input(x: Tensor, *_: Any) -> Tensor:
+    return x
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "npu::npu_rms_norm": _rms_norm,
+    "npu::npu_scatter_nd_update_": _returns_its_input,
+    "npu::npu_lightning_indexer": _lightning_indexer,
+    "npu::npu_sparse_flash_attention": _sparse_flash_attention,
+    "npu::npu_recurrent_gated_delta_rule": _recurrent,
+    "npu::npu_swiglu": _halved,
+    "npu::npu_moe_gating_top_k": _gating,
+    "npu::npu_moe_init_routing_v2": _init_routing,
+    "npu::npu_moe_finalize_routing": _finalize,
+    "npu::npu_dynamic_mx_quant": _mx_quant,
+    "npu::npu_grouped_matmul": _grouped_matmul,
+    "hybridge_ascend::paged_mla_attention": _like_first,
+    "hybridge_ascend::chunk_kda_fwd": _chunk_kda,
+    "hybridge_ascend::causal_conv1d": _like_first,
+    "hybridge_ascend::block_attn_res_prepare": _prepare,
+    "hybridge_ascend::block_attn_res_update": _update,
+    "hybridge_ascend::situ_glu": _halved,
+}
