@@ -1,0 +1,98 @@
+"""Which node holds an operand, whatever views, permutes and unit axes lie around it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from hybridge.ir.effects import op_name
+from hybridge.ir.pass_base import Rewriter, same_size
+from hybridge.ir.signature import shape_of
+
+aten = torch.ops.aten
+
+#: Ops that only move elements: the result holds the argument's values, and no others.
+MOVEMENT = frozenset(
+    f"aten::{name}"
+    for name in (
+        "view reshape _unsafe_view unsqueeze squeeze permute transpose t expand expand_as contiguous clone alias "
+        "flatten unflatten detach movedim numpy_T mT swapaxes lift_fresh_copy"
+    ).split()
+)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A node that holds an operand, and how to get the operand's own axes from the node's.
+
+    Args:
+        node: the holder.
+        axes: for each axis of the operand, the node's axis; the node's other axes are of size one.
+    """
+
+    node: Node
+    axes: tuple[int, ...]
+
+    def from_node(self, value: Tensor) -> Tensor:
+        """The operand, from the node's value."""
+        rest = [axis for axis in range(value.dim()) if axis not in self.axes]
+        return value.permute(*self.axes, *rest).reshape([value.shape[axis] for axis in self.axes])
+
+    def to_node(self, value: Tensor) -> Tensor:
+        """The node's value, from the operand."""
+        rank = len(shape_of(self.node) or ())
+        rest = [axis for axis in range(rank) if axis not in self.axes]
+        wide = value.reshape(*value.shape, *(1,) * len(rest))
+        order = [*self.axes, *rest]
+        return wide.permute([order.index(axis) for axis in range(rank)]).contiguous()
+
+    def emit(self, rewriter: Rewriter) -> Node:
+        """Nodes that compute the operand; none if the node already has its axes."""
+        rank = len(shape_of(self.node) or ())
+        rest = [axis for axis in range(rank) if axis not in self.axes]
+        order = [*self.axes, *rest]
+        node = self.node
+        if order != list(range(rank)):
+            node = rewriter.call(aten.permute.default, node, order)
+        for _ in rest:
+            node = rewriter.call(aten.squeeze.dim, node, len(self.axes))
+        return node
+
+
+def sources(node: Node) -> Iterator[Node]:
+    """The node, and the nodes whose elements it holds rearranged, nearest first."""
+    yield node
+    while op_name(node) in MOVEMENT and isinstance(node.args[0], Node):
+        node = node.args[0]
+        yield node
+
+
+def operands(node: Node, sizes: Sequence[Any]) -> Iterator[Operand]:
+    """The ways to read an operand of the given (symbolic) sizes from a node or what it rearranges.
+
+    Args:
+        sizes: of the operand's axes; None is any size but one.
+    """
+    for holder in sources(node):
+        shape = shape_of(holder)
+        if shape is None:
+            continue
+        yield from (Operand(holder, axes) for axes in _assignments(shape, sizes))
+
+
+def _assignments(shape: Sequence[Any], sizes: Sequence[Any]) -> Iterator[tuple[int, ...]]:
+    """Axes of `shape` that have the wanted sizes, the natural order first; all others must be one."""
+    for axes in itertools.permutations(range(len(shape)), len(sizes)):
+        fits = all(
+            same_size(shape[axis], size) if size is not None else not same_size(shape[axis], 1)
+            for axis, size in zip(axes, sizes, strict=True)
+        )
+        rest = (axis for axis in range(len(shape)) if axis not in axes)
+        if fits and all(same_size(shape[axis], 1) for axis in rest):
+            yield axes

@@ -1,0 +1,386 @@
+"""What a pass is, and what the framework checks for it.
+
+A pass says three things apart: `pattern` finds sites, `check` gives a reason not to touch one, `rewrite` makes the
+new nodes. The framework does the rest, the same for every pass: it refuses a site whose intermediates someone else
+uses or whose accesses an effect separates, replaces and erases nodes, fills in metadata, and verifies that effects,
+dtypes and shapes are what they were.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from hybridge.artifacts.errors import CompileError
+from hybridge.ir import region as regions
+from hybridge.ir.effects import Effects, has_effect, is_view, written_arguments
+from hybridge.ir.region import Region
+from hybridge.ir.signature import value_of
+
+
+class ModelShape(Protocol):
+    """The part of a model's config that expected match counts are computed from."""
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]: ...
+
+    @property
+    def attn_res_block_size(self) -> int | None: ...
+
+    @property
+    def moe(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A site that looked right and was left alone.
+
+    Args:
+        node: the site's anchor.
+        rule: the rule that it breaks, in a few words; the same words for the same rule.
+        reason: what was found there, naming nodes.
+        remedy: what would make it fuse.
+    """
+
+    node: str
+    rule: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.rule}: {self.reason} (remedy: {self.remedy})"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A site that was rewritten: its anchor, and the new nodes with their ops."""
+
+    node: str
+    replacement: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one pass did to one graph.
+
+    Args:
+        name: of the pass. matches, refusals: every site that it found.
+        expected: matches that the model's config calls for.
+        modified: whether the graph changed.
+        nodes_before, nodes_after: calls in the graph.
+        bytes_removed: bytes of intermediates that no longer exist, at the sizes of the traced example.
+        seconds: time it took.
+        dumps, difference: filled by the pipeline on request.
+    """
+
+    name: str
+    matches: tuple[Match, ...]
+    refusals: tuple[Refusal, ...]
+    modified: bool
+    nodes_before: int
+    nodes_after: int
+    bytes_removed: int
+    seconds: float
+    expected: int = 0
+    difference: float | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a pass may rewrite.
+
+    Args:
+        anchor: the node that the site is named after.
+        region: what would be replaced.
+        operands: role -> node that the new op reads; may be new views, made in `rewrite`.
+        attributes: the new op's attributes.
+        detail: whatever else the pass found out, for its own `check` and `rewrite`.
+    """
+
+    anchor: Node
+    region: Region
+    operands: Mapping[str, Node] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    detail: Any = None
+
+
+class Pass(ABC):
+    """One rewrite of a graph. Subclasses are stateless; one instance serves many graphs."""
+
+    #: The step's name: of the dump file and in every message.
+    name: ClassVar[str]
+
+    def expect(self, config: ModelShape, phase: str) -> int:
+        """The least number of matches in a graph of this model's phase."""
+        return 0
+
+    @abstractmethod
+    def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
+        """The sites of the graph, and refusals of near misses that the pattern itself can explain."""
+
+    @abstractmethod
+    def check(self, site: Site, context: PassContext) -> Refusal | None:
+        """Why a site must be left alone, or None."""
+
+    @abstractmethod
+    def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
+        """Make the new nodes; returns region output -> replacement, for every output that is a value."""
+
+
+class PassContext:
+    """The graph that a pass works on, with what the framework knows about it.
+
+    Args:
+        gm: the graph module.
+        phase: "prefill" or "decode".
+        proofs: verdicts by region text, shared by the passes of one compilation.
+    """
+
+    def __init__(
+        self, gm: GraphModule, phase: str, proofs: dict[str, Any] | None = None
+    ) -> None:
+        self.gm = gm
+        self.graph = gm.graph
+        self.phase = phase
+        self.effects = Effects(gm.graph)
+        self.proofs = {} if proofs is None else proofs
+
+
+class Rewriter:
+    """Makes nodes at one place of a graph, with metadata.
+
+    Args:
+        context: of the pass.
+        point: new nodes go before this node.
+    """
+
+    def __init__(self, context: PassContext, point: Node) -> None:
+        self.context = context
+        self.point = point
+        self.created: list[Node] = []
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call of an overload, with its fake value computed from the arguments' values."""
+        with self.context.graph.inserting_before(self.point):
+            node = self.context.graph.call_function(target, args, kwargs)
+        node.meta["val"] = fake_result(node)
+        self.created.append(node)
+        self.context.effects.add(node)
+        return node
+
+    def derived_weight(self, name: str, recipe: dict[str, Any], value: torch.Tensor) -> Node:
+        """A new weight made from others at compile time, as an input of the graph.
+
+        Args:
+            name: of the new weight and its placeholder.
+            recipe: how to make it; see `hybridge.ir.derived`.
+            value: a fake tensor of its shape and dtype.
+        """
+        self.context.gm.meta.setdefault("derived_weights", {})[name] = recipe
+        graph = self.context.graph
+        existing = next((n for n in graph.nodes if n.op == "placeholder" and n.target == name), None)
+        if existing is not None:
+            return existing
+        first = next(iter(graph.nodes))
+        with graph.inserting_before(first):
+            node = graph.placeholder(name)
+        node.meta["val"], node.meta["weight"] = value, name
+        self.context.effects.add(node)
+        return node
+
+
+def fake_result(node: Node) -> Any:
+    """Run a call on the fake values of its arguments."""
+    args = map_arg(node.args, value_of)
+    kwargs = map_arg(node.kwargs, value_of)
+    mode = _fake_mode(args, kwargs)
+    if mode is None:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _fake_mode(*values: Any) -> Any:
+    for value in torch.utils._pytree.tree_leaves(values):
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+    return None
+
+
+def run_pass(step: Pass, context: PassContext) -> PassResult:
+    """Apply one pass to one graph.
+
+    Raises:
+        CompileError: the pass broke a promise: an effect, a dtype or shape, or nodes left behind.
+    """
+    start = time.perf_counter()
+    before = _count(context.gm)
+    matches: list[Match] = []
+    refusals: list[Refusal] = []
+    removed = 0
+    for found in step.pattern(context):
+        refusal = found if isinstance(found, Refusal) else _hazard(found, context)
+        if refusal is None:
+            refusal = step.check(found, context)  # type: ignore[arg-type]
+        if refusal is not None:
+            refusals.append(refusal)
+            continue
+        match, saved = _apply(step, found, context)  # type: ignore[arg-type]
+        matches.append(match)
+        removed += saved
+    if matches:
+        context.gm.recompile()
+    return PassResult(
+        name=step.name,
+        matches=tuple(matches),
+        refusals=tuple(refusals),
+        modified=bool(matches),
+        nodes_before=before,
+        nodes_after=_count(context.gm),
+        bytes_removed=removed,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _count(gm: GraphModule) -> int:
+    return sum(node.op == "call_function" for node in gm.graph.nodes)
+
+
+def _hazard(site: Site, context: PassContext) -> Refusal | None:
+    """The rules that every region obeys, whatever is in it."""
+    region, anchor = site.region, site.anchor.name
+    shared = regions.escapes(region)
+    if shared is not None:
+        intermediate, user = shared
+        return Refusal(
+            anchor,
+            "shared intermediate",
+            f"{intermediate.name} is used outside of the region, by {user.name}",
+            f"let {user.name} compute its own copy, or drop that use",
+        )
+    random = regions.first_random(region)
+    if random is not None:
+        return Refusal(
+            anchor,
+            "random op",
+            f"{random.name} draws random numbers",
+            "trace the model in evaluation mode",
+        )
+    point = regions.insertion_point(region)
+    late = [node for node in region.inputs if not node < point]
+    if late:
+        return Refusal(
+            anchor,
+            "output used too early",
+            f"{point.name} uses an output before {late[0].name} is computed",
+            f"use the output after {late[0].name}",
+        )
+    return _conflict(site, point, context)
+
+
+def _conflict(site: Site, point: Node, context: PassContext) -> Refusal | None:
+    found = regions.conflict(site.region, point, context.effects)
+    if found is None:
+        return None
+    return Refusal(
+        site.anchor.name,
+        f"{found.kind} between",
+        f"{found.other.name} {'writes' if found.kind == 'write' else 'reads'} {found.storage.name} "
+        f"between {found.access.name} and {point.prev.name}",
+        f"move {found.other.name} before {found.access.name} or after {point.prev.name}",
+    )
+
+
+def _apply(step: Pass, site: Site, context: PassContext) -> tuple[Match, int]:
+    region = site.region
+    rewriter = Rewriter(context, regions.insertion_point(region))
+    written = _written(region.writes, context)
+    replacements = step.rewrite(site, rewriter)
+    kept = {node for node in replacements.values()}
+    saved = _bytes(node for node in region.nodes if node not in kept)
+    if _written(rewriter.created, context) != written:
+        raise _broken(step, site, "writes other inputs than the region that it replaces")
+    for old, new in replacements.items():
+        _same_value(step, site, old, new)
+        old.replace_all_uses_with(new)
+    left = regions.erase(
+        [node for node in region.nodes if node not in kept], context.effects.forget
+    )
+    if left:
+        raise _broken(step, site, f"leaves {left[0].name}, which is still used")
+    regions.erase_unused(
+        [node for node in region.inputs if node.op != "placeholder"], context.effects.forget
+    )
+    missing = [node for node in rewriter.created if "val" not in node.meta]
+    if missing:
+        raise _broken(step, site, f"makes {missing[0].name} without metadata")
+    saved -= _bytes(rewriter.created)
+    ops = tuple(node.name for node in rewriter.created)
+    return Match(site.anchor.name, ops), saved
+
+
+def _written(nodes: Iterable[Node], context: PassContext) -> list[str]:
+    """The names of the storages that nodes write to, one a write; writes to their own tensors do not count."""
+    inside = set(nodes)
+    owners: list[str] = []
+    for node in inside:
+        if not written_arguments(node):
+            continue
+        owners += [owner.name for owner in context.effects.written_inputs(node) if owner not in inside]
+    return sorted(owners)
+
+
+def _same_value(step: Pass, site: Site, old: Node, new: Node) -> None:
+    before, after = value_of(old), value_of(new)
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return
+    if before.dtype != after.dtype:
+        raise _broken(step, site, f"changes {old.name} from {before.dtype} to {after.dtype}")
+    if not same_shape(tuple(before.shape), tuple(after.shape)):
+        raise _broken(step, site, f"changes {old.name} from {before.shape} to {after.shape}")
+
+
+def same_shape(left: Iterable[Any], right: Iterable[Any]) -> bool:
+    """Whether two symbolic shapes are the same expressions."""
+    left, right = tuple(left), tuple(right)
+    return len(left) == len(right) and all(map(same_size, left, right))
+
+
+def same_size(left: Any, right: Any) -> bool:
+    """Whether two sizes are the same number or the same expression; adds no guard."""
+    first = left.node.expr if isinstance(left, torch.SymInt) else left
+    second = right.node.expr if isinstance(right, torch.SymInt) else right
+    return bool(first == second)
+
+
+def _broken(step: Pass, site: Site, what: str) -> CompileError:
+    return CompileError(
+        f"{step.name} at {site.anchor.name}: the rewrite {what}",
+        f"this is a bug in the pass; compile without {step.name} and report it",
+    )
+
+
+def _bytes(nodes: Iterable[Node]) -> int:
+    """Bytes that the nodes' results take; views and writes take none."""
+    total = 0
+    for node in nodes:
+        if node.op != "call_function" or is_view(node) or has_effect(node):
+            continue
+        for value in torch.utils._pytree.tree_leaves(value_of(node)):
+            if isinstance(value, torch.Tensor):
+                total += _elements(value) * value.element_size()
+    return total
+
+
+def _elements(value: torch.Tensor) -> int:
+    count = 1
+    for size in value.shape:
+        count *= size if isinstance(size, int) else int(size.node.hint or 1)
+    return count

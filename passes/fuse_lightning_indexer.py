@@ -1,0 +1,250 @@
+"""Fuse the lightning indexer: score, head weighting, causal limit, top-k and the -1 tail, over paged keys.
+
+Before:                                                  After:
+    keys   = indexer_cache[block_table]                      positions = lightning_indexer(
+    score  = sum_h weights[t, h] * relu(query . keys)            query, weights, indexer_cache,
+    score  = -inf beyond the token's own position                query_start, context_len, block_table,
+    order  = stable descending sort, first top_k                 top_k=k)
+    result = visible ones, ascending, then -1
+
+The site is found from its sort: whatever lies between the read of the cache and a [T, k] integer tensor. That this is
+the indexer is proved by trials, so the order of ops, einsum or matmul, views and the way the mask is made do not matter.
+The key gather and the score matrix disappear; the mask and the positions stay only if something else uses them.
+
+Left alone: a score, a mask or an order that someone else reads; a write to the cache between the read and the result;
+a sort that is not stable (ties have no order); a mask that is not exactly the causal limit of the batch; top-k padded with
+anything but -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from hybridge.ir import region as regions
+from hybridge.ir.batch import Batch, batch_shape, batches, bind_sizes
+from hybridge.ir.effects import op_name
+from hybridge.ir.evaluate import Sizes
+from hybridge.ir.layout import Operand, operands
+from hybridge.ir.pass_base import ModelShape, Pass, PassContext, Refusal, Rewriter, Site
+from hybridge.ir.proof import MetadataOnly, Trial, Verdict, prove
+from hybridge.ir.signature import (
+    BLOCK_TABLE,
+    CONTEXT_LEN,
+    QUERY_START,
+    dtype_of,
+    is_integer,
+    is_weight,
+    metadata,
+    shape_of,
+)
+from hybridge.ops.registry import vocabulary
+from hybridge.passes.paged_reads import CacheRead, cache_reads, cache_values, real_rows
+
+SORTS = ("aten::sort", "aten::argsort", "aten::topk")
+SOFTMAXES = ("aten::softmax", "aten::_softmax", "aten::exp")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which node is what."""
+
+    cache: Node
+    query: Operand
+    head_weights: Operand
+    end: Node
+    top_k: int
+
+
+class FuseLightningIndexer(Pass):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "fuse_lightning_indexer"
+
+    def expect(self, config: ModelShape, phase: str) -> int:
+        return config.layer_kinds.count("dsa")
+
+    def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
+        decided = MetadataOnly(context)
+        for read in list(cache_reads(context, SORTS, SOFTMAXES)):
+            found = _site(context, read, decided)
+            if found is not None:
+                yield found
+
+    def check(self, site: Site, context: PassContext) -> Refusal | None:
+        verdict: Verdict = site.detail[1]
+        if not verdict.holds:
+            return verdict.refusal(site.anchor, "lightning_indexer")
+        roles: Roles = site.detail[0]
+        if dtype_of(roles.head_weights.node) != torch.float32:
+            return Refusal(
+                site.anchor.name,
+                "fp32 head weights",
+                f"{roles.head_weights.node.name} is {dtype_of(roles.head_weights.node)}",
+                "compute the head weights in fp32: narrower ones change the ranking near ties",
+            )
+        return None
+
+    def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
+        roles: Roles = site.detail[0]
+        inputs = metadata(rewriter.context.graph)
+        positions = rewriter.call(
+            vocabulary["lightning_indexer"].overload,
+            roles.query.emit(rewriter),
+            roles.head_weights.emit(rewriter),
+            roles.cache,
+            *(inputs[name] for name in (QUERY_START, CONTEXT_LEN, BLOCK_TABLE)),
+            top_k=roles.top_k,
+        )
+        dtype = dtype_of(roles.end)
+        if dtype != torch.int32:
+            positions = rewriter.call(torch.ops.aten.to.dtype, positions, dtype)
+        return {roles.end: positions}
+
+
+def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site | Refusal | None:
+    """The largest region that is proved; else the nearest miss."""
+    missing = [n for n in (QUERY_START, CONTEXT_LEN, BLOCK_TABLE) if n not in metadata(context.graph)]
+    best: tuple[Roles | None, Verdict] | None = None
+    for end in _ends(read):
+        for roles in _roles(context, read, end, decided):
+            verdict = (
+                Verdict(0, "batch metadata", f"the graph has no input {missing[0]}")
+                if missing
+                else prove_indexer(context, roles)
+            )
+            if best is None or (verdict.holds, verdict.passed) >= (best[1].holds, best[1].passed):
+                best = (roles, verdict)
+    if best is None or best[0] is None:
+        return Refusal(
+            read.anchor.name,
+            "indexer operands",
+            f"between {read.reads[0].name} and {read.anchor.name} there are not one query [T, H, D] and one head "
+            "weight [T, H] beside the keys",
+            "score keys as sum_h weight[t, h] * relu(query[t, h] . key[s])",
+        )
+    roles, verdict = best
+    region = regions.between(read.reads, [roles.end], context.effects)
+    return Site(read.anchor, region, {}, {"top_k": roles.top_k}, (roles, verdict))
+
+
+def _ends(read: CacheRead) -> list[Node]:
+    """[T, k] integer tensors that are made from the sort and nothing but integers after it."""
+    found = []
+    pending, seen = [read.anchor], {read.anchor}
+    while pending:
+        for user in pending.pop().users:
+            if user in seen or not _is_integer_step(user):
+                continue
+            seen.add(user)
+            pending.append(user)
+            shape = shape_of(user)
+            if shape is not None and len(shape) == 2 and isinstance(shape[1], int):
+                found.append(user)
+    kept = [node for node in found if dtype_of(node) in (torch.int32, torch.int64)]
+    return sorted(kept)
+
+
+def _is_integer_step(node: Node) -> bool:
+    if node.op != "call_function" or op_name(node).startswith("hybridge::"):
+        return False
+    return op_name(node) in (*SORTS, "getitem") or is_integer(node)
+
+
+def _roles(
+    context: PassContext, read: CacheRead, end: Node, decided: MetadataOnly
+) -> Iterator[Roles]:
+    """Every way to see the region's inputs as a query and head weights; the trials decide."""
+    region = regions.between(read.reads, [end], context.effects)
+    floats = [
+        node
+        for node in region.inputs
+        if node is not read.cache and not is_integer(node) and not decided(node)
+    ]
+    cache_shape, end_shape = shape_of(read.cache), shape_of(end)
+    if len(floats) != 2 or cache_shape is None or end_shape is None:
+        return
+    tokens, width = end_shape[0], cache_shape[3]
+    for first, second in (floats, floats[::-1]):
+        if is_weight(first) or is_weight(second):
+            continue
+        for query in operands(first, (tokens, None, width)):
+            heads = (shape_of(query.node) or ())[query.axes[1]]
+            for weights in operands(second, (tokens, heads)):
+                yield Roles(read.cache, query, weights, end, end_shape[1])
+
+
+def prove_indexer(context: PassContext, roles: Roles) -> Verdict:
+    """Whether the region from `roles` to `roles.end` is `lightning_indexer` on every kind of batch."""
+    inputs = metadata(context.graph)
+    given = [roles.query.node, roles.head_weights.node, roles.cache, *inputs.values()]
+    label = f"lightning_indexer {roles.top_k} {roles.query.axes} {roles.head_weights.axes}"
+    return prove(context, label, [roles.end], given, lambda: _trials(context, roles))
+
+
+@dataclass(frozen=True)
+class _Values:
+    """How a trial draws its numbers: whole ones, so that equal scores are exactly equal."""
+
+    rule: str
+    weights: tuple[int, int]
+    scale: float = 1.0
+
+
+_VALUES = (
+    _Values("score is sum_h weight * relu(query . key)", (-3, 4)),
+    _Values("equal scores go to the lowest position", (0, 1)),
+    _Values("the mask is -inf, not a large number", (-1, 0), 2.0**17),
+)
+
+
+def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]:
+    reference = vocabulary["lightning_indexer"].reference
+    shape = batch_shape(context.graph, cache=roles.cache)
+    for batch in batches(shape, reach=roles.top_k):
+        for place, values in enumerate(_VALUES):
+            sizes = Sizes()
+            given: dict[Node, Tensor] = bind_sizes(context.graph, batch, sizes)
+            cache_shape = shape_of(roles.cache) or ()
+            query_shape = [(shape_of(roles.query.node) or ())[axis] for axis in roles.query.axes]
+            fits = sizes.bind(query_shape[0], batch.tokens)
+            if not fits or not sizes.bind(cache_shape[0], batch.blocks):
+                continue
+            query, weights = _draw(batch, sizes.of(query_shape[1]), cache_shape[3], values, place)
+            keys = cache_values(batch, cache_shape[3], place, whole=True)
+            tables = batch.inputs()
+            expected = reference(
+                query,
+                weights,
+                keys,
+                *(tables[name] for name in (QUERY_START, CONTEXT_LEN, BLOCK_TABLE)),
+                top_k=roles.top_k,
+            )
+            given[roles.query.node] = roles.query.to_node(query)
+            given[roles.head_weights.node] = roles.head_weights.to_node(weights)
+            given[roles.cache] = keys.clone()
+            rule = _rule(batch, values)
+            yield Trial(rule, given, [expected], real_rows(batch)), sizes
+
+
+def _draw(
+    batch: Batch, heads: int, width: int, values: _Values, seed: int
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randint(-2, 3, (batch.tokens, heads, width), generator=generator)
+    low, high = values.weights
+    weights = torch.randint(low, high, (batch.tokens, heads), generator=generator)
+    return query.to(torch.float32), weights.to(torch.float32) * values.scale
+
+
+def _rule(batch: Batch, values: _Values) -> str:
+    """The first batch shows what the score is; later ones show what the batch adds to it."""
+    if batch.name == "one sequence" or values is not _VALUES[0]:
+        return values.rule
+    return f"positions on a batch with {batch.name}"
+
