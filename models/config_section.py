@@ -8,6 +8,7 @@ from typing import Final
 
 from hybridge.artifacts.errors import CheckpointError
 
+LARGEST_SIZE: Final = 2**31 - 1
 _REQUIRED: Final = object()
 _KINDS: Final = {
     "NoneType": "null",
@@ -77,7 +78,7 @@ class Section:
         return first
 
     def integer(self, *fields: str, minimum: int = 1, default: object = _REQUIRED) -> int:
-        """A whole number of at least `minimum`."""
+        """A whole number of at least `minimum`, within 32 bits."""
         value = self.value(*fields, default=default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong_kind(fields[0], "an integer", value)
@@ -85,6 +86,8 @@ class Section:
             raise self.fail(
                 fields[0], f"is {value}", f"it must be an integer of at least {minimum}"
             )
+        if value > LARGEST_SIZE:
+            raise self.fail(fields[0], "is above 2147483647", "no size or id is that large")
         return value
 
     def optional_integer(self, *fields: str, minimum: int = 1) -> int | None:
@@ -98,8 +101,9 @@ class Section:
         value = self.value(*fields, default=default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong_kind(fields[0], "a number", value)
-        if not math.isfinite(value):
-            raise self.fail(fields[0], f"is {value}", "it must be finite")
+        # An integer may be too large for a float, and 1e999 is parsed as infinity.
+        if (isinstance(value, int) and abs(value) > LARGEST_SIZE) or not math.isfinite(value):
+            raise self.fail(fields[0], f"is {value!r:.40}", "it must be a number of usual size")
         return float(value)
 
     def positive(self, *fields: str, default: object = _REQUIRED) -> float:

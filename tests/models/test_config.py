@@ -186,10 +186,13 @@ BROKEN = [
     ({"hidden_size": -64}, "'text_config.hidden_size' is -64"),
     ({"hidden_size": 64.0}, "'text_config.hidden_size' is a number (64.0)"),
     ({"hidden_size": True}, "'text_config.hidden_size' is a boolean"),
+    ({"hidden_size": 10**20}, "'text_config.hidden_size' is above 2147483647"),
+    ({"rms_norm_eps": 10**400}, "'text_config.rms_norm_eps' is 1000"),
+    ({"rms_norm_eps": math.inf}, "'text_config.rms_norm_eps' is inf"),
     ({"rms_norm_eps": 0}, "'text_config.rms_norm_eps' is 0.0"),
     ({"rms_norm_eps": "1e-5"}, "'text_config.rms_norm_eps' is a string"),
     ({"num_hidden_layers": 9}, "do not partition the layers 1..9 (layer 9 is in neither)"),
-    ({"num_hidden_layers": 10**15}, "do not partition the layers"),
+    ({"num_hidden_layers": 2**31 - 1}, "do not partition the layers"),
     (
         {"num_experts_per_token": 9},
         "'text_config.num_experts_per_token' is 9, but there are only 8",
@@ -214,7 +217,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("change", "text"), BROKEN, ids=[str(c) for c, _ in BROKEN])
+@pytest.mark.parametrize(("change", "text"), BROKEN, ids=[str(c)[:40] for c, _ in BROKEN])
 def test_refusals_in_the_text_config(change, text):
     values = raw(K31)
     values["text_config"] |= change
