@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 import click
 
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `hybridge`; None takes them from sys.argv.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    warnings.showwarning = _show_warning
     try:
         result = cli.main(args=list(arguments), prog_name="hybridge", standalone_mode=False)
         return result if isinstance(result, int) else 0
@@ -98,6 +101,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         return _report(error, debug=_wants_debug(arguments))
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One line, without the place in our source that Python would add."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _wants_debug(arguments: Sequence[str]) -> bool:

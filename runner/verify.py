@@ -87,11 +87,12 @@ def verify_golden(engine: Engine) -> VerifyReport:
     checks: list[Check] = []
     for spec in artifact.manifest.golden:
         artifact.read(spec.file)  # its hash
-        checks += _verify_case(engine, spec, read_golden(artifact.path(spec.file)))
+        checks += verify_case(engine, spec, read_golden(artifact.path(spec.file)))
     return VerifyReport(tuple(checks))
 
 
-def _verify_case(engine: Engine, spec: GoldenSpec, case: GoldenCase) -> list[Check]:
+def verify_case(engine: Engine, spec: GoldenSpec, case: GoldenCase) -> list[Check]:
+    """Run one case, of the artifact or of your own; see `verify_golden`."""
     checks = []
     tokens = [int(token) for token in case.token_ids]
     if case.logits is not None:

@@ -62,6 +62,13 @@ Examples:
     show_default=True,
     help="Tokens a block of the paged caches holds.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace an artifact that is there.")
+@click.option("--dumps", is_flag=True, help="Keep the graph after each pass, in dumps/.")
+@click.option(
+    "--check-passes",
+    is_flag=True,
+    help="Run the graph after each pass against the one before, on numbers.",
+)
 @quiet_option
 @json_option
 @debug_option
@@ -73,6 +80,9 @@ def compile_command(
     passes: str | None,
     weights: str,
     block_size: int,
+    overwrite: bool,
+    dumps: bool,
+    check_passes: bool,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -92,6 +102,9 @@ def compile_command(
         passes=_pass_names(passes),
         weights=weights,
         block_size=block_size,
+        overwrite=overwrite,
+        dumps=dumps,
+        check_passes=check_passes,
         progress=Progress(quiet=quiet),
     )
     manifest, records = report.read_passes(output)

@@ -39,4 +39,6 @@ def inspect_command(artifact: Path, pass_name: str | None, as_json: bool) -> Non
     elif pass_name is not None:
         print(report.describe_pass(passes))
     else:
-        print(report.describe_artifact(artifact, manifest), report.describe_passes(passes), sep="\n\n")
+        print(
+            report.describe_artifact(artifact, manifest), report.describe_passes(passes), sep="\n\n"
+        )

@@ -123,7 +123,7 @@ def test_an_artifact_that_is_none_is_code_5(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
-    command = f"{sys.executable} -m hybridge.cli --help | head -n 1"
+    command = f"{sys.executable} -P -m hybridge.cli --help | head -n 1"
     process = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
     )

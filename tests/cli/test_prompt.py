@@ -20,7 +20,7 @@ def test_ids_in_any_usual_form(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["1,-2", "1.5", "one", "1,2,x", "٣", "1e3"])
 def test_what_is_no_id_is_named(text: str) -> None:
-    with pytest.raises(UsageError, match="--ids: .* is no token id"):
+    with pytest.raises(UsageError, match=r"--ids: .* is no token id"):
         parse_ids(text, "--ids")
 
 
