@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from hybridge.ir.evaluate import Sizes
 from hybridge.ir.signature import (
@@ -18,8 +18,11 @@ from hybridge.ir.signature import (
     SLOT_MAPPING,
     STATE_SLOT,
     TOKEN_IDS,
+    is_weight,
     metadata,
     shape_of,
+    value_of,
+    weight_name,
 )
 
 
@@ -74,7 +77,9 @@ class Batch:
             needed = -(-(length + context) // self.block)
             for column in range(self.columns):
                 inside = column < needed
-                table[row, column] = order[used + column if inside else (column + row) % self.blocks]
+                table[row, column] = order[
+                    used + column if inside else (column + row) % self.blocks
+                ]
             used += needed
         return table
 
@@ -118,7 +123,9 @@ class BatchShape:
     decode: bool
 
 
-def batch_shape(graph: Graph, *, cache: Node | None = None, state: Node | None = None) -> BatchShape:
+def batch_shape(
+    graph: Graph, *, cache: Node | None = None, state: Node | None = None
+) -> BatchShape:
     """What this graph fixes, from the recorded shapes of its inputs."""
     inputs = metadata(graph)
 
@@ -241,3 +248,44 @@ def bind_sizes(graph: Graph, batch: Batch, sizes: Sizes) -> dict[Node, Tensor]:
         if name != LOGITS_INDEX:
             given[node] = value.clone()
     return given
+
+
+def example_values(gm: GraphModule) -> dict[str, Tensor]:
+    """A value for every input of a graph: a ragged (or inactive-row) batch, random caches and weights.
+
+    Returns:
+        Input name -> value; weights by their own name.
+    """
+    graph = gm.graph
+    caches = [node for node in graph.nodes if node.op == "placeholder" and not is_weight(node)]
+    paged = next((n for n in caches if str(n.target).endswith("cache") or "cache_" in n.name), None)
+    shape = batch_shape(graph, cache=paged)
+    batch = list(batches(shape))[2]
+    sizes = Sizes()
+    found = {str(node.target): value for node, value in bind_sizes(graph, batch, sizes).items()}
+    generator = torch.Generator().manual_seed(0)
+    for node in graph.nodes:
+        if node.op == "placeholder" and str(node.target) not in found:
+            name = weight_name(node) or str(node.target)
+            found[name] = _example(node, batch, sizes, generator)
+    return found
+
+
+def _example(node: Node, batch: Batch, sizes: Sizes, generator: torch.Generator) -> Tensor:
+    """A value of the recorded shape and dtype; sizes that no metadata decides fit the batch."""
+    if str(node.target) == LOGITS_INDEX:
+        value = batch.inputs()[LOGITS_INDEX]
+        sizes.bind((shape_of(node) or ())[0], len(value))
+        return value
+    fake = value_of(node)
+    shape = list(fake.shape)
+    if shape and not is_weight(node):
+        sizes.bind(shape[0], max(batch.blocks, batch.slots))
+    concrete = [sizes.of(size) for size in shape]
+    if not fake.dtype.is_floating_point:
+        # Packed weights and scales: bytes in the middle keep their powers of two finite.
+        drawn = torch.randint(118, 126, concrete, generator=generator)
+        return drawn.to(fake.dtype)
+    width = concrete[-1] if len(concrete) > 1 else 1
+    spread = float(width) ** -0.5 if is_weight(node) and len(concrete) > 1 else 1.0
+    return (torch.randn(concrete, generator=generator) * spread).to(fake.dtype)

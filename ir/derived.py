@@ -52,9 +52,7 @@ def apply_recipe(recipe: Recipe, inputs: list[Tensor]) -> Tensor:
     return transform(inputs, recipe)
 
 
-def materialise(
-    name: str, recipes: Mapping[str, Recipe], load: Callable[[str], Tensor]
-) -> Tensor:
+def materialise(name: str, recipes: Mapping[str, Recipe], load: Callable[[str], Tensor]) -> Tensor:
     """The value of a weight that may be derived.
 
     Args:

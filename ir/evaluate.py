@@ -68,9 +68,7 @@ class Sizes:
         return tuple(self.of(size) for size in value_of(node).shape)
 
 
-def run(
-    nodes: Iterable[Node], given: Mapping[Node, Tensor], sizes: Sizes
-) -> dict[Node, Any]:
+def run(nodes: Iterable[Node], given: Mapping[Node, Tensor], sizes: Sizes) -> dict[Node, Any]:
     """Run `nodes` (in program order) from `given`; returns the values of all of them.
 
     In-place ops write to the given tensors, so hand in copies of what must stay.

@@ -143,9 +143,7 @@ class PassContext:
         proofs: verdicts by region text, shared by the passes of one compilation.
     """
 
-    def __init__(
-        self, gm: GraphModule, phase: str, proofs: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, gm: GraphModule, phase: str, proofs: dict[str, Any] | None = None) -> None:
         self.gm = gm
         self.graph = gm.graph
         self.phase = phase
@@ -185,7 +183,9 @@ class Rewriter:
         """
         self.context.gm.meta.setdefault("derived_weights", {})[name] = recipe
         graph = self.context.graph
-        existing = next((n for n in graph.nodes if n.op == "placeholder" and n.target == name), None)
+        existing = next(
+            (n for n in graph.nodes if n.op == "placeholder" and n.target == name), None
+        )
         if existing is not None:
             return existing
         first = next(iter(graph.nodes))
@@ -333,7 +333,9 @@ def _written(nodes: Iterable[Node], context: PassContext) -> list[str]:
     for node in inside:
         if not written_arguments(node):
             continue
-        owners += [owner.name for owner in context.effects.written_inputs(node) if owner not in inside]
+        owners += [
+            owner.name for owner in context.effects.written_inputs(node) if owner not in inside
+        ]
     return sorted(owners)
 
 

@@ -221,7 +221,9 @@ class MetadataOnly:
     def _known_guard(self, current: Node, pending: list[Node], unknown: list[Node]) -> None:
         # A tensor and the in-place write to it need each other: decide the one met again from what is known.
         if all(each in pending for each in unknown):
-            self._known[current] = all(self._known.get(each, True) for each in current.all_input_nodes)
+            self._known[current] = all(
+                self._known.get(each, True) for each in current.all_input_nodes
+            )
             return
         pending.extend(each for each in unknown if each not in pending)
 

@@ -195,9 +195,7 @@ def conflict(region: Region, point: Node, effects: Effects) -> Conflict | None:
     return None
 
 
-def _read_between(
-    write: Node, point: Node, inside: set[Node], effects: Effects
-) -> Conflict | None:
+def _read_between(write: Node, point: Node, inside: set[Node], effects: Effects) -> Conflict | None:
     for storage in effects.written_inputs(write):
         for user in _users_of_storage(storage, effects):
             if user not in inside and write < user < point:

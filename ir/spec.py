@@ -109,7 +109,9 @@ TABLE: tuple[Rule, ...] = (
     Rule("no dangling users", "an erased node would still be read", _dangling),
     Rule("shapes recorded", "later passes and targets size buffers by them", _metadata),
     Rule("known ops", "a target can only lower what has a schema", _known_ops),
-    Rule("one writer a cache", "two writes to one cache have no safe order on streams", _one_writer),
+    Rule(
+        "one writer a cache", "two writes to one cache have no safe order on streams", _one_writer
+    ),
     Rule("weights are constant", "weights are mapped read-only", _weights_constant),
     Rule("unique inputs", "inputs are bound by name", _unique_names),
     Rule("one output", "outputs are bound by place", _outputs),

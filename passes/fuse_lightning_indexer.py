@@ -109,7 +109,9 @@ class FuseLightningIndexer(Pass):
 
 def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site | Refusal | None:
     """The largest region that is proved; else the nearest miss."""
-    missing = [n for n in (QUERY_START, CONTEXT_LEN, BLOCK_TABLE) if n not in metadata(context.graph)]
+    missing = [
+        n for n in (QUERY_START, CONTEXT_LEN, BLOCK_TABLE) if n not in metadata(context.graph)
+    ]
     best: tuple[Roles | None, Verdict] | None = None
     for end in _ends(read):
         for roles in _roles(context, read, end, decided):
@@ -247,4 +249,3 @@ def _rule(batch: Batch, values: _Values) -> str:
     if batch.name == "one sequence" or values is not _VALUES[0]:
         return values.rule
     return f"positions on a batch with {batch.name}"
-

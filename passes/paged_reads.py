@@ -66,9 +66,7 @@ def _is_plain_read(node: Node) -> bool:
     return not vocabulary and not written_arguments(node) and node.op == "call_function"
 
 
-def _first(
-    reads: list[Node], anchors: Collection[str], others: Collection[str]
-) -> Node | None:
+def _first(reads: list[Node], anchors: Collection[str], others: Collection[str]) -> Node | None:
     for node in regions.forward(reads, limit=200) if reads else ():
         if op_name(node) in anchors:
             return node
