@@ -29,17 +29,21 @@ Examples:
 """
 
 
-@click.group()
+@click.group(short_help="Make random checkpoints; list the presets.")
 def checkpoint() -> None:
     """Make random checkpoints in the published format; list the presets."""
 
 
 @checkpoint.command("new", epilog=EXAMPLES)
 @click.argument("output", metavar="OUT", type=click.Path(path_type=Path))
-@click.option("--preset", required=True, help="The model whose shape it takes.")
-@click.option("--layers", type=click.IntRange(min=1), help="Number of layers.")
-@click.option("--hidden", type=click.IntRange(min=1), help="Hidden size; widths follow it.")
-@click.option("--experts", type=click.IntRange(min=1), help="Number of routed experts.")
+@click.option("--preset", required=True, metavar="NAME", help="The model whose shape it takes.")
+@click.option("--layers", type=click.IntRange(min=1), metavar="N", help="Number of layers.")
+@click.option(
+    "--hidden", type=click.IntRange(min=1), metavar="N", help="Hidden size; widths follow it."
+)
+@click.option(
+    "--experts", type=click.IntRange(min=1), metavar="N", help="Number of routed experts."
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
@@ -102,8 +106,12 @@ def presets(as_json: bool) -> None:
         print_json({"presets": shapes})
         return
     columns = ["family", "layers", "hidden", "heads", "experts", "top_k", "dtype", "mxfp4"]
-    rows = [[name, *(shape[column] for column in columns)] for name, shape in shapes.items()]
+    rows = [[name, *(_cell(shape[column]) for column in columns)] for name, shape in shapes.items()]
     print(format_table(["preset", *columns], rows, left=2))
+
+
+def _cell(value: object) -> str:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def shape_of(config: ModelConfig) -> dict[str, object]:

@@ -26,25 +26,34 @@ Examples:
 """
 
 
-@click.command("compile", epilog=EXAMPLES)
+@click.command("compile", epilog=EXAMPLES, short_help="Checkpoint in, artifact out.")
 @click.argument("source", metavar="CKPT")
 @click.option(
     "-o",
     "--output",
+    metavar="OUT",
     type=click.Path(path_type=Path),
     required=True,
     help="Folder to write the artifact to.",
 )
-@click.option("--target", default="cpu", show_default=True, help="What the graphs will run on.")
+@click.option(
+    "--target",
+    metavar="NAME",
+    default="cpu",
+    show_default=True,
+    help="What the graphs will run on.",
+)
 @click.option(
     "--phase",
     "phases",
+    metavar="NAME",
     multiple=True,
     callback=split_names,
     help="prefill or decode; repeat, or separate by commas.  [default: both]",
 )
 @click.option(
     "--passes",
+    metavar="NAMES",
     default=None,
     help="Names separated by commas, 'all' or 'none'; the order is the pipeline's.  [default: all]",
 )
@@ -58,6 +67,7 @@ Examples:
 @click.option(
     "--block-size",
     type=click.IntRange(min=1),
+    metavar="N",
     default=64,
     show_default=True,
     help="Tokens a block of the paged caches holds.",

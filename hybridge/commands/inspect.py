@@ -22,9 +22,9 @@ JSON: `passes` holds for each phase a list, in pipeline order, of
 """
 
 
-@click.command("inspect", epilog=EXAMPLES)
+@click.command("inspect", epilog=EXAMPLES, short_help="What is in an artifact; what each pass did.")
 @click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
-@click.option("--pass", "pass_name", help="Only this pass, in full.")
+@click.option("--pass", "pass_name", metavar="NAME", help="Only this pass, in full.")
 @json_option
 @debug_option
 def inspect_command(artifact: Path, pass_name: str | None, as_json: bool) -> None:

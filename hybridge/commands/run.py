@@ -30,12 +30,17 @@ artifact has a tokenizer, token ids where it has none. Tokens are chosen greedil
 """
 
 
-@click.command("run", epilog=EXAMPLES)
+@click.command("run", epilog=EXAMPLES, short_help="A prompt in, tokens out; needs no torch.")
 @click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
-@click.option("--prompt", help="The prompt as text; needs the artifact's tokenizer.")
-@click.option("--ids", help="The prompt as token ids: 1,2,3")
 @click.option(
-    "--ids-file", type=click.Path(path_type=Path), help="A file of token ids; any separators."
+    "--prompt", metavar="TEXT", help="The prompt as text; needs the artifact's tokenizer."
+)
+@click.option("--ids", metavar="IDS", help="The prompt as token ids: 1,2,3")
+@click.option(
+    "--ids-file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A file of token ids; any separators.",
 )
 @click.option(
     "--max-new-tokens", type=click.IntRange(min=0), default=32, show_default=True, metavar="N"
@@ -43,14 +48,18 @@ artifact has a tokenizer, token ids where it has none. Tokens are chosen greedil
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
+    metavar="X",
     default=0.0,
     show_default=True,
     help="0 takes the most likely token.",
 )
-@click.option("--top-k", type=click.IntRange(min=1), help="Choose among the k most likely.")
+@click.option(
+    "--top-k", type=click.IntRange(min=1), metavar="K", help="Choose among the k most likely."
+)
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
+    metavar="P",
     default=1.0,
     help="Choose among the most likely that make up probability p.",
 )
@@ -71,6 +80,7 @@ artifact has a tokenizer, token ids where it has none. Tokens are chosen greedil
 @click.option(
     "--weights-dir",
     type=click.Path(path_type=Path),
+    metavar="DIR",
     help="Where the referenced checkpoint is now, if it has moved.",
 )
 @click.option(

@@ -37,7 +37,11 @@ Exit code 7 when values differ by more than the tolerance.
 """
 
 
-@click.command("verify", epilog=EXAMPLES)
+@click.command(
+    "verify",
+    epilog=EXAMPLES,
+    short_help="Its files by hash, its numbers by golden values and eager.",
+)
 @click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
 @click.option(
     "--eager/--no-eager",
@@ -47,6 +51,7 @@ Exit code 7 when values differ by more than the tolerance.
 @click.option(
     "--checkpoint",
     type=click.Path(path_type=Path),
+    metavar="DIR",
     help="The checkpoint's folder.  [default: where it was when compiled]",
 )
 @click.option("--full", is_flag=True, help="Check the hash of every weight, however large.")
