@@ -212,18 +212,19 @@ def _roles(
     cache_shape = shape_of(read.cache) or ()
     for query in operands(floats[0], (None, None, cache_shape[3])):
         tokens, heads = ((shape_of(query.node) or ())[axis] for axis in query.axes[:2])
-        for view in _end_views(end, tokens, heads):
+        for view in _end_views(end, tokens, heads, cache_shape[3]):
             for positions in _positions(integers, tokens, decided):
                 for scale in _scales(region, read.anchor):
                     value_dim = (shape_of(end) or ())[view.axes[2]]
                     yield Roles(read.cache, query, positions, end, view, scale, value_dim)
 
 
-def _end_views(end: Node, tokens: object, heads: object) -> Iterator[Operand]:
-    """Ways to see the end as [T, H, value_dim]."""
+def _end_views(end: Node, tokens: object, heads: object, row: int) -> Iterator[Operand]:
+    """Ways to see the end as [T, H, value_dim], a value being a part of a row."""
     shape = shape_of(end) or ()
     for view in operands(end, (tokens, heads, None)):
-        if view.node is end and isinstance(shape[view.axes[2]], int):
+        size = shape[view.axes[2]]
+        if view.node is end and isinstance(size, int) and size <= row:
             yield view
 
 
