@@ -168,4 +168,7 @@ def _flatten(value: object, prefix: str = "") -> dict[str, Any]:
 def _differences(wanted: dict[str, Any], cached: dict[str, Any]) -> tuple[Difference, ...]:
     names = sorted(wanted.keys() | cached.keys())
     pairs = ((name, wanted.get(name, _ABSENT), cached.get(name, _ABSENT)) for name in names)
-    return tuple(Difference(*pair) for pair in pairs if pair[1] != pair[2])
+    # Compared as they are hashed: to Python 1, 1.0 and True are equal, to the key they are not.
+    return tuple(
+        Difference(*pair) for pair in pairs if canonical_json(pair[1]) != canonical_json(pair[2])
+    )

@@ -3,8 +3,9 @@
 onnxruntime takes an initializer given at run time on trust: one of another shape or type is read
 out of bounds. So the runner compares what the graph declares with what the weights file offers, and
 for that needs name, type, shape and location of the top graph's external initializers, no more.
-Field numbers are those of onnx.proto (ModelProto.graph 7, GraphProto.initializer 5, TensorProto dims 1,
-data_type 2, name 8, external_data 13, data_location 14, StringStringEntryProto key 1, value 2).
+Field numbers are those of onnx.proto (ModelProto.graph 7, GraphProto.initializer 5; TensorProto:
+dims 1, data_type 2, name 8, external_data 13, data_location 14; StringStringEntryProto: key 1,
+value 2).
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from hybridge.artifacts.dtypes import from_onnx
 from hybridge.artifacts.errors import ArtifactError
 
 LOCATION = "weights"
+# onnxruntime wants the file that external initializers name to exist, even when every one of them
+# is given by the runner. It stays empty, so that reading it can only fail, never mislead.
+GRAPH_WEIGHTS = f"graphs/{LOCATION}"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _EXTERNAL = 1
 _MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5

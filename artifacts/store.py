@@ -29,6 +29,7 @@ from hybridge.artifacts.manifest import (
     check_manifest,
     parse_manifest,
 )
+from hybridge.artifacts.onnx_initializers import GRAPH_WEIGHTS
 from hybridge.artifacts.paths import check_relative
 from hybridge.artifacts.weight_shards import WeightShards, WeightStream
 from hybridge.artifacts.weights import (
@@ -38,10 +39,6 @@ from hybridge.artifacts.weights import (
     reference_to_bytes,
     weights_to_bytes,
 )
-
-# onnxruntime wants the file that a graph's external initializers name to exist, even when every one
-# of them is given by the runner. It stays empty, so that reading it can only fail, never mislead.
-GRAPH_WEIGHTS = "graphs/weights"
 
 
 class ArtifactWriter:

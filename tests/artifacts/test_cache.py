@@ -1,0 +1,118 @@
+"""The compile cache: every field that decides the result makes a miss, explained by its name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridge.artifacts.cache import CompileCache
+from hybridge.artifacts.errors import ArtifactError
+
+FIELDS: dict[str, Any] = {
+    "config": {"layers": 4, "draft_tokens": 7},
+    "ops": {"paged_write": "paged_write(Tensor(a!) cache) -> ()"},
+    "pipeline": ["canonicalise", "fuse_kda"],
+    "options": {"static": True},
+    "tools": {"torch": "2.13.0"},
+}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, artifact: Path) -> CompileCache:
+    made = CompileCache(tmp_path / "cache")
+    made.put(FIELDS, artifact)
+    return made
+
+
+def with_field(path: str, value: Any) -> dict[str, Any]:
+    fields = copy.deepcopy(FIELDS)
+    *parents, name = path.split("/")
+    place = fields
+    for parent in parents:
+        place = place[parent]
+    place[name] = value
+    return fields
+
+
+def test_a_hit(cache: CompileCache) -> None:
+    reordered = dict(reversed(FIELDS.items()))
+    found = cache.get(reordered)
+    assert found is not None
+    assert (found / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("config/draft_tokens", 9, "config.draft_tokens"),
+        ("config/draft_tokens", 7.0, "config.draft_tokens"),
+        ("ops/paged_write", "paged_write(Tensor cache) -> Tensor", "ops.paged_write"),
+        ("pipeline", ["canonicalise", "fuse_kda", "fuse_moe"], "pipeline.2"),
+        ("options/verify", True, "options.verify"),
+        ("options/static", 1, "options.static"),
+        ("tools/torch", "2.13.1", "tools.torch"),
+        ("options", {}, "options"),
+    ],
+)
+def test_a_miss_names_the_field(cache: CompileCache, path: str, value: Any, field: str) -> None:
+    fields = with_field(path, value)
+    assert cache.get(fields) is None
+    miss = cache.explain_miss(fields)
+    assert field in [difference.field for difference in miss.differences]
+    assert field in str(miss)
+
+
+def test_the_nearest_entry_explains(cache: CompileCache, artifact: Path) -> None:
+    near = with_field("config/draft_tokens", 9)
+    cache.put(near, artifact)
+    wanted = copy.deepcopy(near)
+    wanted["tools"]["torch"] = "3"
+    miss = cache.explain_miss(wanted)
+    assert miss.nearest == cache.key(near)
+    assert str(miss) == "tools.torch: '3', cached with '2.13.0'"
+
+
+def test_an_empty_cache(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path / "absent")
+    assert cache.get(FIELDS) is None
+    assert str(cache.explain_miss(FIELDS)) == "the cache is empty"
+
+
+def test_a_damaged_entry_is_a_miss_and_is_replaced(cache: CompileCache, artifact: Path) -> None:
+    found = cache.get(FIELDS)
+    assert found is not None
+    (found / "graphs/decode.onnx").write_bytes(b"broken!")
+    assert cache.get(FIELDS) is None
+    assert "damaged" in str(cache.explain_miss(FIELDS))
+    cache.put(FIELDS, artifact)
+    assert cache.get(FIELDS) is not None
+
+
+def test_a_process_local_value_is_no_key(cache: CompileCache) -> None:
+    for value in (object(), float("nan"), {1, 2}):
+        with pytest.raises(ArtifactError, match="cache key"):
+            cache.get(with_field("options/handle", value))
+
+
+def test_another_process_finds_the_entry(cache: CompileCache) -> None:
+    code = (
+        "import json, sys\n"
+        "from hybridge.artifacts.cache import CompileCache\n"
+        "print(CompileCache(sys.argv[1]).get(json.loads(sys.argv[2])))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(cache.folder), json.dumps(FIELDS)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=cache.folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"},
+    )
+    assert result.stdout.strip() == str(cache.get(FIELDS))
