@@ -91,7 +91,7 @@ def lightning_indexer(
         scores = torch.einsum("ths,th->ts", products, wide(weights[start:stop]))
         for token in range(start, stop):
             seen = length - (stop - token) + 1
-            order = scores[token - start, :seen].sort(descending=True, stable=True).indices
+            order = scores[token - start, :seen].sort(stable=True, descending=True).indices
             kept = order[:sparse_count].int()
             chosen[token, 0, : len(kept)] = kept
     return chosen, query.new_empty(0)
@@ -368,7 +368,7 @@ def moe_gating_top_k(
         raise NotImplementedError("reference of sigmoid routing with one group only")
     scores = torch.sigmoid(wide(x))
     biased = scores if bias is None else scores + wide(bias)
-    chosen = biased.sort(-1, descending=True, stable=True).indices[:, :k]
+    chosen = biased.sort(stable=True, dim=-1, descending=True).indices[:, :k]
     weights = scores.gather(1, chosen)
     weights = weights / (weights.sum(-1, keepdim=True) + eps) * routed_scaling_factor
     return weights.to(x.dtype), chosen.int(), x.new_zeros(x.shape, dtype=torch.float32)

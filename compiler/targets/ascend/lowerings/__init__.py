@@ -1,0 +1,1 @@
+"""What each op of the vocabulary becomes on Ascend, one file a family of ops."""
