@@ -26,8 +26,11 @@ from hybridge.artifacts.artifact import Artifact
 from hybridge.artifacts.dtypes import element_type
 from hybridge.artifacts.errors import ArtifactError, RunError
 from hybridge.artifacts.manifest import PhaseSpec
-from hybridge.artifacts.onnx_initializers import GraphWeight, external_initializers
-from hybridge.artifacts.store import GRAPH_WEIGHTS
+from hybridge.artifacts.onnx_initializers import (
+    GRAPH_WEIGHTS,
+    GraphWeight,
+    external_initializers,
+)
 
 SMALL_WEIGHT_BYTES = 1 << 20
 _FATAL_ONLY = 4  # every error is raised too; onnxruntime's own log would show it twice
