@@ -1,0 +1,218 @@
+"""Emit phases as ONNX: values for effects, torch's exporter, our names, no weight bytes.
+
+A graph needs onnxruntime and the bytes of its weights, which the runner maps by name; every op of the
+vocabulary has a model-local function, so the native library is optional.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import torch
+import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.fx import GraphModule
+from torch.fx.graph import CodeGen
+
+from hybridge.artifacts.errors import CompileError
+from hybridge.artifacts.manifest import TensorSpec
+from hybridge.compiler.targets.onnx.finish import finish_model
+from hybridge.compiler.targets.onnx.functionalise import functionalise
+from hybridge.compiler.targets.onnx.functions import OPSET
+from hybridge.compiler.targets.onnx.lower_linear import lower_linear
+from hybridge.compiler.targets.onnx.storage import (
+    DTypes,
+    set_weight_dtypes,
+    weight_dtypes,
+    weight_nodes,
+)
+from hybridge.compiler.targets.onnx.translations import translation_table
+from hybridge.compiler.trace import TracedPhase
+from hybridge.ir.derived import Recipe
+from hybridge.ir.signature import mark_weights, weight_name
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A weight as the graph reads it.
+
+    Args:
+        name: its initializer's name: a parameter's, or a derived weight's.
+        dtype: fp32 where the checkpoint has less and a reader cannot widen it: then it is stored anew.
+        shape: its shape.
+        recipe: how it is made from other weights; None is a parameter of the model.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    recipe: Recipe | None
+
+
+@dataclass(frozen=True)
+class EmittedGraph:
+    """One phase, ready to load.
+
+    Args:
+        model: the bytes of the ONNX file; weights are external data at the location "weights".
+        inputs: the graph signature's inputs, in order.
+        outputs: `logits`, then `<cache>_out` for every cache, in order.
+        weights: what the graph reads, sorted by name.
+        recipes: of every derived weight, also of those that only others are made from.
+        writes: how often each cache is written in a step.
+        nodes: how many nodes the graph has, functions not counted.
+    """
+
+    model: bytes
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    weights: tuple[WeightSpec, ...]
+    recipes: Mapping[str, Recipe]
+    writes: Mapping[str, int]
+    nodes: int
+
+
+def emit_onnx(traced: Sequence[TracedPhase], stored: DTypes) -> dict[str, EmittedGraph]:
+    """Lower the phases of one model. Their graphs stay as they are.
+
+    Args:
+        traced: the phases; `traced.graph_module` is what the passes left.
+        stored: the type of each parameter in the checkpoint; fp32 where it is not named.
+
+    Returns:
+        phase -> graph. A weight has one type in all of them.
+
+    Raises:
+        CompileError: see `functionalise`; a node that the exporter cannot translate.
+    """
+    lowered = {phase.phase: _lower(phase) for phase in traced}
+    dtypes = weight_dtypes(lowered.values(), stored)
+    return {phase.phase: _emit(phase, lowered[phase.phase], dtypes) for phase in traced}
+
+
+def _lower(traced: TracedPhase) -> GraphModule:
+    """A copy of the phase's graph in the form that the exporter gets."""
+    source = traced.graph_module
+    gm = GraphModule(source, copy.deepcopy(source.graph))
+    gm.meta.update(source.meta)
+    mark_weights(gm, traced.weights)
+    lower_linear(gm)
+    return gm
+
+
+def _emit(traced: TracedPhase, gm: GraphModule, dtypes: DTypes) -> EmittedGraph:
+    set_weight_dtypes(gm, dtypes)
+    caches = tuple(cache.name for cache in traced.caches)
+    writes = functionalise(gm, caches)
+    recipes: Mapping[str, Recipe] = gm.meta.get("derived_weights", {})
+    weights = tuple(
+        WeightSpec(name, node.meta["val"].dtype, tuple(node.meta["val"].shape), recipes.get(name))
+        for name, node in sorted((str(weight_name(node)), node) for node in weight_nodes(gm.graph))
+    )
+    model = _export(_program(traced, gm), traced.phase)
+    names = ("logits", *(f"{cache}_out" for cache in caches))
+    done = finish_model(model, names, {weight.name for weight in weights})
+    return EmittedGraph(done.data, done.inputs, done.outputs, weights, recipes, writes, done.nodes)
+
+
+def _program(traced: TracedPhase, gm: GraphModule) -> ExportedProgram:
+    """`gm` as an exported program without effects: every output is the user's."""
+    lifted = {spec.arg.name: spec for spec in traced.program.graph_signature.input_specs}
+    inputs: list[InputSpec] = []
+    state: dict[str, torch.nn.Parameter] = {}
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        name, argument = weight_name(node), TensorArgument(name=node.name)
+        if name is not None:
+            state[name] = torch.nn.Parameter(node.meta["val"], requires_grad=False)
+            inputs.append(InputSpec(InputKind.PARAMETER, argument, name))
+        elif node.name in traced.inputs:
+            inputs.append(InputSpec(InputKind.USER_INPUT, argument, None))
+        else:
+            inputs.append(lifted[node.name])
+    results = [node.name for node in gm.graph.output_node().args[0]]
+    outputs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name), None) for name in results]
+    gm.graph.set_codegen(CodeGen())
+    gm.recompile()
+    return ExportedProgram(
+        gm,
+        gm.graph,
+        ExportGraphSignature(inputs, outputs),
+        state,
+        traced.program.range_constraints,
+        _flat_call(list(traced.inputs), results),
+        None,
+        traced.program.constants,
+        verifiers=traced.program.verifiers,
+    )
+
+
+def _flat_call(inputs: list[str], outputs: list[str]) -> list[ModuleCallEntry]:
+    """The calling convention: all inputs in order, a tuple back."""
+    given = pytree.tree_structure((tuple(inputs), {}))
+    returned = pytree.tree_structure(tuple(outputs))
+    return [ModuleCallEntry("", ModuleCallSignature([], [], given, returned, inputs))]
+
+
+def _export(program: ExportedProgram, phase: str) -> ir.Model:
+    """torch's exporter without its optimiser, which would look for the weights' bytes."""
+    try:
+        with _quiet():
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                custom_translation_table=translation_table(),
+                opset_version=OPSET,
+                optimize=False,
+                verbose=False,
+            )
+    except Exception as error:
+        raise CompileError(
+            f"emit: torch.onnx cannot translate the {phase} graph: {_innermost(error)}",
+            "give the node a translation in targets/onnx/translations.py, or rewrite it in a pass",
+        ) from error
+    assert exported is not None
+    model: ir.Model = exported.model
+    return model
+
+
+def _innermost(error: BaseException) -> str:
+    messages = []
+    cause: BaseException | None = error
+    while cause is not None:
+        messages.append(str(cause).split("\n")[0])
+        cause = cause.__cause__
+    return " <- ".join(reversed(messages[1:])) or messages[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the exporter's notes about packages that are not needed."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+__all__ = ["EmittedGraph", "WeightSpec", "emit_onnx"]

@@ -1,0 +1,180 @@
+"""From the exporter's model to ours: names of the signature, weights by name only, bodies, no traces.
+
+The exporter leaves source paths, symbol names and the weights' tensors in its model. What is left here
+depends on the graph alone, so that the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from hybridge.artifacts.dtypes import from_onnx
+from hybridge.artifacts.errors import CompileError
+from hybridge.artifacts.manifest import TensorSpec
+from hybridge.artifacts.onnx_initializers import LOCATION
+from hybridge.compiler.targets.onnx.functions import OPSET, Variant, local_function
+from hybridge.compiler.targets.onnx.schemas import DOMAIN, VERSION
+from hybridge.ops import FusedOp, vocabulary
+
+# Input, axis and the name of its size in DESIGN.md. Where T is B (decode), B comes first and stays.
+_SIZES = (
+    ("context_len", 0, "B"),
+    ("token_ids", 0, "T"),
+    ("block_table", 1, "M"),
+    ("logits_index", 0, "L"),
+    ("latent_cache_", 0, "N"),
+    ("indexer_cache_", 0, "N"),
+    ("kda_state_", 0, "slots"),
+    ("conv_state_", 0, "slots"),
+)
+
+
+@dataclass(frozen=True)
+class FinishedModel:
+    """An ONNX file's bytes, what its inputs and outputs are, and how many nodes it has."""
+
+    data: bytes
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    nodes: int
+
+
+def finish_model(
+    model: ir.Model, outputs: Sequence[str], weights: Collection[str]
+) -> FinishedModel:
+    """Finish the exporter's model, in place.
+
+    Args:
+        model: as exported.
+        outputs: the outputs' names, in order.
+        weights: names of the initializers that are weights; others are constants and stay inline.
+
+    Raises:
+        CompileError: nodes of one op differ in what they leave out, so that no one body serves them.
+    """
+    graph = model.graph
+    for value, name in zip(graph.outputs, outputs, strict=True):
+        value.name = name
+    _drop_unused(graph)
+    _externalise(graph, weights)
+    symbols = _symbols(graph)
+    results = [*graph.inputs, *graph.outputs]
+    specs = [_spec(value, symbols) for value in results]
+    _forget_traces(model)
+    for value, spec in zip(results, specs, strict=True):
+        value.shape = ir.Shape(spec.shape)
+    _attach_functions(model)
+    proto = ir.serde.serialize_model(model)
+    count = len(graph.inputs)
+    data = proto.SerializeToString(deterministic=True)
+    return FinishedModel(data, tuple(specs[:count]), tuple(specs[count:]), len(graph))
+
+
+def _drop_unused(graph: ir.Graph) -> None:
+    returned = set(graph.outputs)
+    for node in reversed(graph):
+        if not any(value.uses() or value in returned for value in node.outputs):
+            graph.remove(node, safe=True)
+
+
+def _externalise(graph: ir.Graph, weights: Collection[str]) -> None:
+    """Leave of each weight its name, type and shape; initializers in the order of their names."""
+    kept = {name: graph.initializers.pop(name) for name in sorted(graph.initializers)}
+    for name, value in kept.items():
+        if not value.uses():
+            continue
+        if name in weights:
+            assert value.dtype is not None
+            assert value.shape is not None
+            length = math.prod(value.shape.numpy()) * value.dtype.itemsize
+            value.const_value = ir.ExternalTensor(
+                LOCATION, 0, int(length), value.dtype, shape=value.shape, name=name
+            )
+        graph.initializers[name] = value
+
+
+def _symbols(graph: ir.Graph) -> dict[str, str]:
+    """The traced symbols (`s19`) and the names that DESIGN.md gives them."""
+    found: dict[str, str] = {}
+    for prefix, axis, symbol in _SIZES:
+        for value in graph.inputs:
+            if not str(value.name).startswith(prefix) or value.shape is None:
+                continue
+            size = value.shape[axis]
+            if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                found.setdefault(size.value, symbol)
+    return found
+
+
+def _spec(value: ir.Value, symbols: Mapping[str, str]) -> TensorSpec:
+    assert value.shape is not None
+    assert value.dtype is not None
+    element = from_onnx(value.dtype.value)
+    assert element is not None
+    sizes = tuple(
+        size if isinstance(size, int) else _renamed(str(size.value), symbols)
+        for size in value.shape
+    )
+    return TensorSpec(str(value.name), element.name, sizes)
+
+
+def _renamed(size: str, symbols: Mapping[str, str]) -> str:
+    """`s19 + 1` -> `B+1`."""
+    return re.sub(r"\w+", lambda word: symbols.get(word[0], word[0]), size).replace(" ", "")
+
+
+def _forget_traces(model: ir.Model) -> None:
+    """Drop what names sources, modules and symbols; a runtime infers types and shapes by itself."""
+    model.producer_name, model.producer_version = "hybridge", None
+    graph = model.graph
+    model.metadata_props.clear()
+    graph.metadata_props.clear()
+    kept = {*graph.inputs, *graph.outputs, *graph.initializers.values()}
+    for value in kept:
+        value.metadata_props.clear()
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+            if value not in kept:
+                value.type, value.shape = None, None
+
+
+def _attach_functions(model: ir.Model) -> None:
+    by_type = {op.onnx_type: op for op in vocabulary.values()}
+    variants: dict[str, tuple[Variant, ir.Node]] = {}
+    for node in model.graph:
+        if node.domain != DOMAIN:
+            continue
+        variant = _variant(by_type[node.op_type], node)
+        known, first = variants.setdefault(node.op_type, (variant, node))
+        if known != variant:
+            raise CompileError(
+                f"emit: nodes {first.name} and {node.name} are both {node.op_type} but differ in optional "
+                f"inputs, optional attributes or text attributes: {known} and {variant}",
+                "one model-local function has one body: make the model's layers agree, or split the op",
+            )
+    for name in sorted(variants):
+        function = local_function(by_type[name], variants[name][0])
+        model.functions[function.identifier()] = function
+    model.graph.opset_imports[DOMAIN] = VERSION
+    model.graph.opset_imports[""] = OPSET
+
+
+def _variant(op: FusedOp, node: ir.Node) -> Variant:
+    values = [*node.inputs, *[None] * (len(op.tensor_arguments) - len(node.inputs))]
+    named = zip(op.tensor_arguments, values, strict=True)
+    absent = {name for name, value in named if value is None}
+    absent |= set(op.attributes) - set(node.attributes)
+    texts = {
+        name: attribute.as_string()
+        for name, attribute in node.attributes.items()
+        if attribute.type is ir.AttributeType.STRING
+    }
+    return Variant(frozenset(absent), tuple(sorted(texts.items())))

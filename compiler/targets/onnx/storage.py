@@ -1,0 +1,94 @@
+"""In which type a graph reads each weight: as stored where every reader takes that, else fp32.
+
+Activations are fp32 on the CPU. A bf16 weight stays bf16 where it is read by an op that widens it on the way (a
+matrix product), or by a lookup whose few rows are widened afterwards; no fp32 copy is ever resident. Any other
+bf16 weight (norms, biases, absorbed projections) is stored in fp32 by the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from hybridge.ir.signature import weight_name
+from hybridge.ops import find
+
+DTypes = Mapping[str, torch.dtype]
+
+# What the kernels (and the bodies) read in bf16.
+_READS_BF16 = {
+    "linear": ("weight",),
+    "rms_norm": ("weight",),
+    "kda_decode": ("in_weight", "f_b_weight", "g_b_weight", "o_weight"),
+    "moe_experts": ("gate_up", "down"),
+}
+
+
+def weight_dtypes(graphs: Iterable[GraphModule], stored: DTypes) -> dict[str, torch.dtype]:
+    """The type of each weight, the same in all phases.
+
+    Args:
+        graphs: the phases' graphs, as `lower_linear` leaves them.
+        stored: the type of each weight in the checkpoint; one that is not named is fp32.
+
+    Returns:
+        For every weight that a graph reads.
+    """
+    found: dict[str, torch.dtype] = {}
+    for gm in graphs:
+        for node in weight_nodes(gm.graph):
+            name = str(weight_name(node))
+            wanted = _dtype(node, stored.get(name, torch.float32))
+            found[name] = wanted if found.get(name, wanted) is wanted else torch.float32
+    return found
+
+
+def weight_nodes(graph: Graph) -> list[Node]:
+    """The placeholders that are weights and that something reads."""
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "placeholder" and weight_name(node) is not None and node.users
+    ]
+
+
+def set_weight_dtypes(gm: GraphModule, dtypes: DTypes) -> None:
+    """Give the weights of `gm` these types, in place; a lookup's rows are widened after it."""
+    for node in weight_nodes(gm.graph):
+        dtype = dtypes[str(weight_name(node))]
+        if dtype is node.meta["val"].dtype:
+            continue
+        node.meta["val"] = node.meta["val"].to(dtype)
+        for user in list(node.users):
+            if user.target is torch.ops.aten.embedding.default:
+                _widen(user, gm.graph)
+
+
+def _dtype(node: Node, stored: torch.dtype) -> torch.dtype:
+    traced: torch.dtype = node.meta["val"].dtype
+    if traced is not torch.float32 or stored is not torch.bfloat16:
+        return traced
+    return stored if all(_reads_bf16(user, node) for user in node.users) else traced
+
+
+def _reads_bf16(user: Node, weight: Node) -> bool:
+    if user.target is torch.ops.aten.embedding.default:
+        return True
+    op = find(user.target)
+    if op is None or weight in user.kwargs.values():
+        return False
+    named = zip(op.tensor_arguments, user.args, strict=False)
+    places = [name for name, value in named if value is weight]
+    return all(name in _READS_BF16.get(op.name, ()) for name in places)
+
+
+def _widen(lookup: Node, graph: Graph) -> None:
+    value = lookup.meta["val"]
+    with graph.inserting_after(lookup):
+        wide = graph.call_function(torch.ops.aten._to_copy.default, (lookup,))
+    lookup.replace_all_uses_with(wide, delete_user_cb=lambda user: user is not wide)
+    wide.kwargs = {"dtype": value.dtype}
+    wide.meta["val"] = value
+    lookup.meta["val"] = value.to(torch.bfloat16)
