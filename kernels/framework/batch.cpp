@@ -1,5 +1,6 @@
 #include "framework/batch.h"
 
+#include <limits>
 #include <vector>
 
 namespace hybridge {
@@ -44,6 +45,11 @@ Batch check_batch(const Tensor& query_start, const Tensor& context_len, int64_t 
     if (batch.context_len[b] < 0) {
       context_len.fail(text(batch.context_len[b], " at index ", b), "a length is at least 0");
     }
+    if (batch.length(b) > std::numeric_limits<int32_t>::max()) {
+      context_len.fail(text(batch.context_len[b], " at index ", b, " makes ", batch.length(b),
+                            " tokens with this call's"),
+                       "positions are int32: keep a sequence below 2^31 tokens");
+    }
   }
   if (batch.used_tokens() > tokens) {
     query_start.fail(text("ends at ", batch.used_tokens(), ", beyond the ", tokens, " tokens"),
@@ -63,6 +69,9 @@ PagedCache check_paged_cache(const Tensor& cache, const Tensor& block_table, con
   out.row = cache.dim(3);
   out.table = block_table.i32();
   out.table_width = block_table.dim(1);
+  if (out.block < 1 || out.block > std::numeric_limits<int32_t>::max()) {
+    cache.fail(text("blocks of ", out.block, " rows"), "a block has 1 to 2^31 - 1 rows");
+  }
   for (int64_t b = 0; b < batch.sequences; ++b) {
     if (batch.query_tokens(b) > 0) check_block_ids(block_table, out, batch, b);
   }

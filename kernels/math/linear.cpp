@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "math/panel.h"
 #include "math/scratch.h"
 #include "math/tiles.h"
+#include "math/word_panel.h"
 
 namespace hybridge::HYBRIDGE_ISA {
 namespace {

@@ -41,6 +41,6 @@ def test_what_does_not_fit_is_refused():
         norm(np.ones((2, 8), np.float32), np.ones(9, np.float32))
     with pytest.raises(Exception, match=r"hybridge\.RmsNorm: attribute eps: 0 is not a finite"):
         norm(np.ones((2, 8), np.float32), np.ones(8, np.float32), eps=0.0)
+    inputs = {"x": np.ones((2, 8), np.float32), "weight": np.ones(8, np.float32)}
     with pytest.raises(Exception, match=r"hybridge\.RmsNorm: attribute eps: is missing"):
-        ones = np.ones((2, 8), np.float32)
-        run("RmsNorm", {"x": ones, "weight": ones[0]}, {"out": np.float32})
+        run("RmsNorm", inputs, {"out": np.float32})
