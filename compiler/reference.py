@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridge.artifacts.golden import GoldenCase
+from hybridge.models.batch import Phase
 from hybridge.models.checkpoint import Checkpoint, load_state
 from hybridge.models.config import ModelConfig
 from hybridge.models.model import HybridModel
@@ -77,3 +78,22 @@ def golden_case(
         logits=torch.cat(logits).to(torch.float32).numpy(),
         greedy_tokens=np.asarray(continuation.numpy(), np.int32),
     )
+
+
+def check_values(model: HybridModel, phase: Phase, block_size: int) -> dict[str, Tensor]:
+    """Inputs, caches with something in them, and weights: what a graph is run on between passes.
+
+    Returns:
+        A value for every graph input and every parameter, by name.
+    """
+    generator = torch.Generator().manual_seed(1)
+    session = EagerSession(model, rows=3, max_context=40, block_size=block_size)
+
+    def tokens(count: int) -> Tensor:
+        ids = torch.randint(0, model.config.vocab_size, (count,), generator=generator)
+        return ids.to(torch.int32)
+
+    session.step([tokens(23), tokens(9), tokens(0)])
+    counts = (1, 1, 1) if phase == "decode" else (3, 5, 1)
+    batch = session.batch([tokens(count) for count in counts])
+    return {**batch, **session.caches, **dict(model.named_parameters())}

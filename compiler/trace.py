@@ -54,7 +54,8 @@ class TracedPhase:
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        return self.program.graph_module
+        module: fx.GraphModule = self.program.graph_module
+        return module
 
 
 class _OnePhase(nn.Module):
@@ -101,7 +102,10 @@ def trace(config: ModelConfig, phase: Phase, *, block_size: int) -> TracedPhase:
 def example_inputs(
     config: ModelConfig, phase: Phase, block_size: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Tensors of the graph signature; their values are not read. Sizes that vary differ pairwise, so that none is unified."""
+    """Tensors of the graph signature; their values are not read.
+
+    Sizes that vary differ pairwise, so that the tracer unifies none of them.
+    """
     sequences, blocks, columns, slots, wanted = 3, 17, 5, 7, 2
     tokens = sequences if phase == "decode" else 11
     sizes: dict[str, int] = {

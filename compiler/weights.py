@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from hybridge.artifacts.errors import CompileError
 from hybridge.artifacts.store import ArtifactWriter
 from hybridge.artifacts.weights import Origin
+from hybridge.compiler.targets.onnx.emit import WeightSpec
 from hybridge.ir.derived import Recipe, apply_recipe
 from hybridge.models.checkpoint import Checkpoint
 from hybridge.models.config import ModelConfig
@@ -19,22 +19,6 @@ from hybridge.models.tensor_names import WeightSource, weight_sources
 
 WeightsPolicy = Literal["reference", "copy", "none"]
 POLICIES: tuple[WeightsPolicy, ...] = ("reference", "copy", "none")
-
-
-@dataclass(frozen=True)
-class WantedWeight:
-    """A weight that the emitted graphs read.
-
-    Args:
-        name: the initializer's name. shape: its shape.
-        dtype: the type that the graph reads it in.
-        recipe: how a pass made it from others; None is a parameter of the model.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    recipe: Recipe | None = None
 
 
 class WeightWriter:
@@ -61,7 +45,7 @@ class WeightWriter:
         self.sources = {source.name: source for source in weight_sources(config)}
 
     def write(
-        self, wanted: Iterable[WantedWeight], progress: Callable[[str], None] = lambda _: None
+        self, wanted: Iterable[WeightSpec], progress: Callable[[str], None] = lambda _: None
     ) -> None:
         """Put every wanted weight into the artifact.
 
@@ -72,7 +56,7 @@ class WeightWriter:
             progress(weight.name)
             self._write_one(weight)
 
-    def _write_one(self, weight: WantedWeight) -> None:
+    def _write_one(self, weight: WeightSpec) -> None:
         dtype = str(weight.dtype).removeprefix("torch.")
         origin = self._origin(weight)
         if self.checkpoint is None or self.policy == "none":
@@ -85,7 +69,7 @@ class WeightWriter:
                 stream.write(raw_bytes(part.to(weight.dtype)))
 
     def _reference(
-        self, checkpoint: Checkpoint, weight: WantedWeight, dtype: str, origin: Origin
+        self, checkpoint: Checkpoint, weight: WeightSpec, dtype: str, origin: Origin
     ) -> bool:
         """Refer to the checkpoint's own bytes, if they are the weight as the graph reads it."""
         source = self.sources.get(weight.name)
@@ -105,7 +89,7 @@ class WeightWriter:
         )
         return True
 
-    def _parts(self, checkpoint: Checkpoint, weight: WantedWeight) -> Iterator[Tensor]:
+    def _parts(self, checkpoint: Checkpoint, weight: WeightSpec) -> Iterator[Tensor]:
         """The weight's values in order, in pieces: a stack comes member by member."""
         if weight.recipe is not None:
             yield self._derive(checkpoint, weight.recipe)
@@ -135,7 +119,7 @@ class WeightWriter:
             )
         return source
 
-    def _origin(self, weight: WantedWeight) -> Origin:
+    def _origin(self, weight: WeightSpec) -> Origin:
         if weight.recipe is None:
             source = self._source(weight.name)
             return Origin(tuple(source.tensors), source.transform)
@@ -144,4 +128,4 @@ class WeightWriter:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The values' bytes, row-major."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

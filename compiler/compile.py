@@ -1,0 +1,195 @@
+"""From a checkpoint to an artifact: trace, passes, lowering, weights, golden values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from hybridge.artifacts.errors import UsageError
+from hybridge.artifacts.manifest import GoldenSpec, Manifest
+from hybridge.artifacts.store import ArtifactWriter
+from hybridge.compiler.build import Build, CompileOptions
+from hybridge.compiler.describe import describe, report
+from hybridge.compiler.pipeline import run_pipeline, select_passes
+from hybridge.compiler.reference import check_values, eager_model, fits_in_memory, golden_case
+from hybridge.compiler.source import Source, open_source
+from hybridge.compiler.targets.onnx.emit import EmittedGraph, WeightSpec, emit_onnx
+from hybridge.compiler.trace import trace
+from hybridge.compiler.weights import POLICIES, WeightsPolicy, WeightWriter
+from hybridge.models.batch import PHASES, Phase
+from hybridge.models.tensor_names import weight_sources
+
+Progress = Callable[[str], None]
+
+# A graph computes in fp32, as the eager model does; what differs is the order of sums. 1e-3 on logits
+# of order 1 to 10 is what fp32 reordering reaches in deep models, and far below a wrong mask or scale.
+GOLDEN_TOLERANCE = 1e-3
+
+
+def compile_model(
+    source: str | Path,
+    output: str | Path,
+    *,
+    target: str = "cpu",
+    phases: Sequence[str] | None = None,
+    passes: Sequence[str] | None = None,
+    weights: str = "reference",
+    block_size: int = 64,
+    dumps: bool = False,
+    check_passes: bool = False,
+    overwrite: bool = False,
+    progress: Progress = lambda _: None,
+) -> Manifest:
+    """Compile a checkpoint into an artifact.
+
+    Args:
+        source: a checkpoint folder; with `weights="none"` also a preset's name or a config.json.
+        output: the artifact's folder; nothing is visible there before all is done.
+        target, phases, passes, weights, block_size, dumps, check_passes: see `CompileOptions`.
+        overwrite: replace an artifact that is there.
+        progress: told what is being done.
+
+    Returns:
+        The artifact's manifest.
+
+    Raises:
+        UsageError: an argument does not fit.
+        CheckpointError: the checkpoint is not right.
+        CompileError: a phase cannot be traced, a pass missed sites that the config promises, or a
+            node cannot be lowered.
+        ArtifactError: the output exists or cannot be written.
+    """
+    options = _options(target, phases, passes, weights, block_size, dumps, check_passes)
+    model = open_source(source, with_weights=options.weights != "none")
+    build = Build()
+    with ArtifactWriter(output, overwrite=overwrite) as writer:
+        graphs = _build_graphs(model, options, writer, build, progress)
+        with build.timed("weights"):
+            progress(f"weights: {options.weights}")
+            _write_weights(model, options, writer, graphs)
+        with build.timed("golden"):
+            golden = _write_golden(model, options, writer, progress)
+        if model.tokenizer is not None:
+            writer.add_file("tokenizer/tokenizer.json", model.tokenizer)
+        progress("write the manifest")
+        manifest = describe(model, options, build, graphs, golden)
+        return writer.finish(manifest, report(build))
+
+
+def _options(
+    target: str,
+    phases: Sequence[str] | None,
+    passes: Sequence[str] | None,
+    weights: str,
+    block_size: int,
+    dumps: bool,
+    check_passes: bool,
+) -> CompileOptions:
+    wanted = tuple(phases) if phases else PHASES
+    for value, known, what in (
+        (target, ("cpu",), "target"),
+        (weights, POLICIES, "weights policy"),
+        *((phase, PHASES, "phase") for phase in wanted),
+    ):
+        if value not in known:
+            raise UsageError(f"unknown {what} {value!r}", f"use one of {', '.join(known)}")
+    if block_size < 1:
+        raise UsageError(f"block size {block_size} is not positive", "use 16, 64 or 128")
+    ordered = tuple(phase for phase in PHASES if phase in wanted)
+    chosen = None if passes is None else tuple(passes)
+    select_passes(chosen)
+    policy = cast(WeightsPolicy, weights)
+    return CompileOptions(target, ordered, chosen, policy, block_size, dumps, check_passes)
+
+
+def _build_graphs(
+    model: Source,
+    options: CompileOptions,
+    writer: ArtifactWriter,
+    build: Build,
+    progress: Progress,
+) -> Mapping[str, EmittedGraph]:
+    """Trace, rewrite and lower every phase."""
+    proofs: dict[str, Any] = {}
+    for phase in options.phases:
+        progress(f"{phase}: trace")
+        with build.timed(f"{phase}/trace"):
+            build.traced[phase] = trace(model.config, phase, block_size=options.block_size)
+        with build.timed(f"{phase}/passes"):
+            _run_passes(phase, model, options, writer, build, proofs, progress)
+    progress("emit the graphs")
+    with build.timed("emit"):
+        graphs = emit_onnx(list(build.traced.values()), _stored_dtypes(model))
+    for name, graph in graphs.items():
+        writer.add_bytes(f"graphs/{name}.onnx", graph.model)
+    return graphs
+
+
+def _run_passes(
+    phase: Phase,
+    model: Source,
+    options: CompileOptions,
+    writer: ArtifactWriter,
+    build: Build,
+    proofs: dict[str, Any],
+    progress: Progress,
+) -> None:
+    traced = build.traced[phase]
+    values = None
+    if options.check_passes and model.checkpoint is not None:
+        values = check_values(
+            eager_model(model.checkpoint, model.config), phase, options.block_size
+        )
+    build.reports[phase] = run_pipeline(
+        traced.graph_module,
+        phase,
+        model.config,
+        passes=options.passes,
+        keep_dumps=options.dumps,
+        check_inputs=values,
+        weights=traced.weights,
+        proofs=proofs,
+        on_step=lambda result: progress(f"{phase}: {result.name}: {len(result.matches)} matches"),
+    )
+    for name, text in build.reports[phase].dumps.items():
+        writer.add_bytes(f"dumps/{phase}/{name}.txt", text.encode())
+
+
+def _stored_dtypes(model: Source) -> dict[str, torch.dtype]:
+    """The type that each parameter is stored in: the checkpoint's, or the config's without one."""
+    sources = weight_sources(model.config)
+    if model.checkpoint is not None:
+        return {source.name: model.checkpoint.weight_dtype(source) for source in sources}
+    return {source.name: getattr(torch, source.dtype) for source in sources}
+
+
+def _write_weights(
+    model: Source,
+    options: CompileOptions,
+    writer: ArtifactWriter,
+    graphs: Mapping[str, EmittedGraph],
+) -> None:
+    wanted: dict[str, WeightSpec] = {}
+    recipes: dict[str, Mapping[str, Any]] = {}
+    for graph in graphs.values():
+        wanted |= {weight.name: weight for weight in graph.weights}
+        recipes |= graph.recipes
+    weights = WeightWriter(writer, model.config, model.checkpoint, options.weights, recipes)
+    weights.write(wanted[name] for name in sorted(wanted))
+
+
+def _write_golden(
+    model: Source, options: CompileOptions, writer: ArtifactWriter, progress: Progress
+) -> tuple[GoldenSpec, ...]:
+    """Golden values of the eager model; none where there are no weights or they do not fit."""
+    if model.checkpoint is None or options.phases != PHASES:
+        return ()
+    if not fits_in_memory(model.config):
+        progress("golden: left out, the eager model does not fit in memory here")
+        return ()
+    progress("golden: run the eager model")
+    case = golden_case(eager_model(model.checkpoint, model.config))
+    return (writer.add_golden("eager", case, atol=GOLDEN_TOLERANCE),)
