@@ -20,6 +20,7 @@ from hybridge.ir.signature import mark_weights, weight_name
 from hybridge.ir.spec import require_valid
 from hybridge.ir.text import module_text
 from hybridge.passes.canonicalise import Canonicalise
+from hybridge.passes.fuse_attn_res import FuseAttnRes
 from hybridge.passes.fuse_lightning_indexer import FuseLightningIndexer
 from hybridge.passes.fuse_sparse_flash_attention import FuseSparseFlashAttention
 
@@ -28,6 +29,7 @@ PIPELINE: tuple[Pass, ...] = (
     # The indexer first: sparse attention then knows that its positions are ascending, distinct and causal.
     FuseLightningIndexer(),
     FuseSparseFlashAttention(),
+    FuseAttnRes(),
 )
 
 #: Largest difference between two steps that is still rounding, relative to the largest value.

@@ -5,7 +5,7 @@ weights, or of weights derived before) and what the transform needs:
 
     {"transform": "concat", "inputs": [...], "axis": 0}
     {"transform": "reshape", "inputs": [one], "shape": [...]}
-    {"transform": "product", "inputs": [...]}       elementwise, in fp32
+    {"transform": "product", "inputs": [...], "shape": [...]}   elementwise in fp32, each reshaped first
     {"transform": "stack", "inputs": [...]}         along a new first axis
 """
 
@@ -23,9 +23,10 @@ Recipe = Mapping[str, Any]
 
 
 def _product(inputs: list[Tensor], recipe: Recipe) -> Tensor:
-    result = inputs[0].to(torch.float32)
-    for other in inputs[1:]:
-        result = result * other.to(torch.float32)
+    factors = [factor.to(torch.float32).reshape(tuple(recipe["shape"])) for factor in inputs]
+    result = factors[0]
+    for factor in factors[1:]:
+        result = result * factor
     return result
 
 

@@ -8,9 +8,11 @@ dtypes and shapes are what they were.
 
 from __future__ import annotations
 
+import operator
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -20,6 +22,8 @@ from torch.fx.node import map_arg
 
 from hybridge.artifacts.errors import CompileError
 from hybridge.ir import region as regions
+from hybridge.ir.derived import Recipe, apply_recipe
+from hybridge.ir.derived import Recipe, apply_recipe
 from hybridge.ir.effects import Effects, has_effect, is_view, written_arguments
 from hybridge.ir.region import Region
 from hybridge.ir.signature import value_of
@@ -173,24 +177,47 @@ class Rewriter:
         self.context.effects.add(node)
         return node
 
-    def derived_weight(self, name: str, recipe: dict[str, Any], value: torch.Tensor) -> Node:
-        """A new weight made from others at compile time, as an input of the graph.
+    def item(self, node: Node, place: int) -> Node:
+        """One of the values that a call returns."""
+        with self.context.graph.inserting_before(self.point):
+            item = self.context.graph.call_function(operator.getitem, (node, place))
+        item.meta["val"] = value_of(node)[place]
+        self.created.append(item)
+        self.context.effects.add(item)
+        return item
+
+    def derive(self, name: str, recipe: Recipe) -> str:
+        """Record how to make a weight from others; returns its name. Two recipes never share one."""
+        table = self.context.gm.meta.setdefault("derived_weights", {})
+        if table.setdefault(name, recipe) != recipe:
+            raise CompileError(
+                f"derived weight {name}: two passes give it different recipes",
+                "this is a bug in the later pass: name the weight after what it is made from",
+            )
+        return name
+
+    def derived_weight(self, name: str, recipe: Recipe, sources: Sequence[Node]) -> Node:
+        """A weight made from others at compile time, as an input of the graph.
 
         Args:
-            name: of the new weight and its placeholder.
+            name: of the new weight.
             recipe: how to make it; see `hybridge.ir.derived`.
-            value: a fake tensor of its shape and dtype.
+            sources: nodes of the recipe's inputs, for shape and dtype.
         """
-        self.context.gm.meta.setdefault("derived_weights", {})[name] = recipe
+        self.derive(name, recipe)
         graph = self.context.graph
-        existing = next(
-            (n for n in graph.nodes if n.op == "placeholder" and n.target == name), None
-        )
-        if existing is not None:
-            return existing
-        first = next(iter(graph.nodes))
-        with graph.inserting_before(first):
-            node = graph.placeholder(name)
+        target = name.replace(".", "_")
+        for node in graph.nodes:
+            if node.op != "placeholder":
+                break
+            if node.target == target:
+                return node
+        values = [value_of(source) for source in sources]
+        mode = _fake_mode(values)
+        with mode if mode is not None else nullcontext():
+            value = apply_recipe(recipe, values)
+        with graph.inserting_before(next(iter(graph.nodes))):
+            node = graph.placeholder(target)
         node.meta["val"], node.meta["weight"] = value, name
         self.context.effects.add(node)
         return node
@@ -226,7 +253,7 @@ def run_pass(step: Pass, context: PassContext) -> PassResult:
     refusals: list[Refusal] = []
     removed = 0
     for found in step.pattern(context):
-        refusal = found if isinstance(found, Refusal) else _hazard(found, context)
+        refusal = found if isinstance(found, Refusal) else hazard(found, context)
         if refusal is None:
             refusal = step.check(found, context)  # type: ignore[arg-type]
         if refusal is not None:
@@ -253,8 +280,8 @@ def _count(gm: GraphModule) -> int:
     return sum(node.op == "call_function" for node in gm.graph.nodes)
 
 
-def _hazard(site: Site, context: PassContext) -> Refusal | None:
-    """The rules that every region obeys, whatever is in it."""
+def hazard(site: Site, context: PassContext) -> Refusal | None:
+    """The rules that every region obeys, whatever is in it; `run_pass` applies them to every site."""
     region, anchor = site.region, site.anchor.name
     shared = regions.escapes(region)
     if shared is not None:
