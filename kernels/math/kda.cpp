@@ -2,6 +2,7 @@
 
 #include "math/kda_chunk.h"
 #include "math/kda_inputs.h"
+#include "math/project.h"
 
 namespace hybridge {
 namespace HYBRIDGE_ISA {
@@ -106,43 +107,6 @@ void prefill_of_head(const KdaPrefill& args, const Sequence& sequence, std::int6
 }
 
 // ---- Decode ----------------------------------------------------------------------------------
-
-// A few tens of kilobytes of weights per task: small enough to spread evenly, large enough to
-// amortise handing it out.
-constexpr std::int64_t kTaskBytes = 64 * 1024;
-
-std::int64_t rows_per_task(std::int64_t columns, bool is_bf16) {
-  const std::int64_t row_bytes = columns * (is_bf16 ? 2 : 4);
-  return round_up(kTaskBytes / (row_bytes > 0 ? row_bytes : 1) + 1, 4);
-}
-
-template <typename Done>
-void multiply_weight(const WeightMatrix& weight, std::int64_t first, std::int64_t rows,
-                     std::int64_t columns, const float* x, std::int64_t x_stride,
-                     std::int64_t tokens, Done&& done) {
-  if (weight.is_bf16) {
-    const auto* data = static_cast<const std::uint16_t*>(weight.data) + first * columns;
-    matrix_times_rows(data, rows, columns, x, x_stride, tokens, done);
-  } else {
-    const auto* data = static_cast<const float*>(weight.data) + first * columns;
-    matrix_times_rows(data, rows, columns, x, x_stride, tokens, done);
-  }
-}
-
-// y [tokens, rows] = x [tokens, columns] times the weight's rows, in parallel over the rows.
-void project(const WeightMatrix& weight, std::int64_t rows, std::int64_t columns, const float* x,
-             std::int64_t tokens, float* y, const Parallel& parallel) {
-  const std::int64_t step = rows_per_task(columns, weight.is_bf16);
-  const std::int64_t tasks = (rows + step - 1) / step;
-  parallel_for(parallel, static_cast<std::size_t>(tasks), [&](std::size_t task) {
-    const std::int64_t first = static_cast<std::int64_t>(task) * step;
-    const std::int64_t here = rows - first < step ? rows - first : step;
-    multiply_weight(weight, first, here, columns, x, columns, tokens,
-                    [&](std::int64_t row, std::int64_t token, float sum) {
-                      y[token * rows + first + row] = sum;
-                    });
-  });
-}
 
 // Where the parts of one row of in_weight's product begin.
 struct DecodeColumns {

@@ -8,6 +8,7 @@
 
 #include "math/levels.h"
 #include "math/parallel.h"
+#include "math/weight_matrix.h"
 
 namespace hybridge {
 
@@ -54,12 +55,6 @@ struct KdaPrefill {
   float* conv_state = nullptr;   // [slots, 3P, W - 1], raw, newest last; updated in place
   float* state = nullptr;        // [slots, H, K, V], updated in place
   float* output = nullptr;       // [T, H, V]
-};
-
-// A weight matrix in the precision it shipped in.
-struct WeightMatrix {
-  const void* data = nullptr;
-  bool is_bf16 = false;
 };
 
 struct KdaDecode {

@@ -35,37 +35,45 @@ inline void clear_tile(Lanes (&sums)[kRows][kColumns]) {
   }
 }
 
+#if defined(__AVX512F__)
+// Transposes a 16 x 16 square of 32-bit words, one row a register.
+inline void transpose_16(__m512 (&a)[16]) {
+  __m512 b[16];
+  // Four rounds of pairwise exchange: 1, 2, 4 and 8 lanes apart.
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xee);
+    a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    b[i] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
+    b[i + 4] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
+    b[i + 8] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
+    b[i + 12] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    a[i] = _mm512_shuffle_f32x4(b[i], b[i + 8], 0x88);
+    a[i + 8] = _mm512_shuffle_f32x4(b[i], b[i + 8], 0xdd);
+  }
+}
+#endif
+
 // to[column * to_stride + row] = from[row * from_stride + column] for 16 rows and `columns`
 // columns, a multiple of 16.
 inline void transpose_16_rows(const float* from, std::int64_t from_stride, std::int64_t columns,
                               float* to, std::int64_t to_stride) {
 #if defined(__AVX512F__)
   for (std::int64_t column = 0; column < columns; column += 16) {
-    __m512 a[16], b[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(from + i * from_stride + column);
-    // Four rounds of pairwise exchange: 1, 2, 4 and 8 lanes apart.
-    for (int i = 0; i < 16; i += 2) {
-      b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-      b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-      a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
-      a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xee);
-      a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-      a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xee);
-    }
-    for (int i = 0; i < 4; ++i) {
-      b[i] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
-      b[i + 4] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
-      b[i + 8] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
-      b[i + 12] = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
-    }
-    float* out = to + column * to_stride;
-    for (int i = 0; i < 4; ++i) {
-      _mm512_storeu_ps(out + i * to_stride, _mm512_shuffle_f32x4(b[i], b[i + 8], 0x88));
-      _mm512_storeu_ps(out + (i + 8) * to_stride, _mm512_shuffle_f32x4(b[i], b[i + 8], 0xdd));
-      _mm512_storeu_ps(out + (i + 4) * to_stride, _mm512_shuffle_f32x4(b[i + 4], b[i + 12], 0x88));
-      _mm512_storeu_ps(out + (i + 12) * to_stride, _mm512_shuffle_f32x4(b[i + 4], b[i + 12], 0xdd));
+    __m512 square[16];
+    for (int i = 0; i < 16; ++i) square[i] = _mm512_loadu_ps(from + i * from_stride + column);
+    transpose_16(square);
+    for (int i = 0; i < 16; ++i) {
+      _mm512_storeu_ps(to + (column + i) * to_stride, square[i]);
     }
   }
 #else
@@ -83,10 +91,10 @@ inline void transpose_16_rows(const float* from, std::int64_t from_stride, std::
 // streams than the hardware prefetcher follows well.
 constexpr std::int64_t kPrefetchBytes = 1024;
 
-// sums[r][m] = weight row r . x row m, over `columns`. All rows of a call are read side by side.
+// sums[r][m] = rows[r] . x row m, over `columns`. All rows of a call are read side by side.
 template <int kRows, int kTokens, typename Weight>
-inline void dot_rows(const Weight* weight, std::int64_t weight_stride, const float* x,
-                     std::int64_t x_stride, std::int64_t columns, float (&sums)[kRows][kTokens]) {
+inline void dot_rows(const Weight* const (&rows)[kRows], const float* x, std::int64_t x_stride,
+                     std::int64_t columns, float (&sums)[kRows][kTokens]) {
   Lanes partial[kRows][kTokens];
   clear_tile(partial);
   std::int64_t column = 0;
@@ -96,7 +104,7 @@ inline void dot_rows(const Weight* weight, std::int64_t weight_stride, const flo
     for (int m = 0; m < kTokens; ++m) right[m] = Lanes::load(x + m * x_stride + column);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const Weight* row = weight + r * weight_stride + column;
+      const Weight* row = rows[r] + column;
       if (column % (64 / static_cast<int>(sizeof(Weight))) == 0) {
         prefetch(reinterpret_cast<const char*>(row) + kPrefetchBytes);
       }
@@ -111,7 +119,7 @@ inline void dot_rows(const Weight* weight, std::int64_t weight_stride, const flo
   for (int r = 0; r < kRows; ++r) {
     for (int m = 0; m < kTokens; ++m) {
       if (tail > 0) {
-        const Lanes left = load_lanes(weight + r * weight_stride + column, tail);
+        const Lanes left = load_lanes(rows[r] + column, tail);
         partial[r][m] =
             multiply_add(left, load_first(x + m * x_stride + column, tail), partial[r][m]);
       }
@@ -127,15 +135,19 @@ inline void matrix_times_tokens(const Weight* weight, std::int64_t rows, std::in
   constexpr int kRows = 4;
   std::int64_t row = 0;
   for (; row + kRows <= rows; row += kRows) {
+    const Weight* const block = weight + row * columns;
+    const Weight* const side_by_side[kRows] = {block, block + columns, block + 2 * columns,
+                                               block + 3 * columns};
     float sums[kRows][kTokens];
-    dot_rows<kRows, kTokens>(weight + row * columns, columns, x, x_stride, columns, sums);
+    dot_rows(side_by_side, x, x_stride, columns, sums);
     for (int r = 0; r < kRows; ++r) {
       for (int m = 0; m < kTokens; ++m) done(row + r, m, sums[r][m]);
     }
   }
   for (; row < rows; ++row) {
+    const Weight* const alone[1] = {weight + row * columns};
     float sums[1][kTokens];
-    dot_rows<1, kTokens>(weight + row * columns, columns, x, x_stride, columns, sums);
+    dot_rows(alone, x, x_stride, columns, sums);
     for (int m = 0; m < kTokens; ++m) done(row, m, sums[0][m]);
   }
 }

@@ -237,6 +237,6 @@ def test_decode_bad_inputs_are_named(rng, change, message):
 )
 def test_prefill_bad_inputs_are_named(rng, change, message):
     arrays = prefill_inputs(rng, [2, 3], [0, 1], [1, 0]) | change
-    with pytest.raises(Exception, match="hybridge.KdaPrefill") as raised:
+    with pytest.raises(Exception, match="KdaPrefill") as raised:
         call("KdaPrefill", arrays, None)
     assert message in str(raised.value)

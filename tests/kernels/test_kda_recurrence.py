@@ -149,7 +149,7 @@ def test_state_in_another_buffer_is_copied(level, rng):
 def test_bad_inputs_are_named(rng, change, message):
     arrays = inputs(rng, [0, 3, 5], [4, 1], [1, 2]) | change
     before = arrays["state"].copy()
-    with pytest.raises(Exception, match="hybridge.KdaRecurrence") as raised:
+    with pytest.raises(Exception, match="KdaRecurrence") as raised:
         call(arrays)
     assert message in str(raised.value)
     np.testing.assert_array_equal(arrays["state"], before)
