@@ -29,8 +29,12 @@ class Row:
 
     tokens: Sequence[int]
     context: int
-    blocks: Sequence[int]
+    blocks: Sequence[int] | Indices
     slot: int
+
+    def blocks_used(self, block_size: int) -> int:
+        """How many of the blocks hold tokens once the new ones are written."""
+        return -(-(self.context + len(self.tokens)) // block_size)
 
 
 def build_batch(
@@ -67,7 +71,7 @@ def build_batch(
         "query_start": query_start,
         "context_len": np.array([row.context for row in rows] + [0] * pad_rows, np.int32),
         "slot_mapping": mapping,
-        "block_table": _block_table(rows, pad_rows),
+        "block_table": _block_table(rows, block_size, pad_rows),
         "state_slot": np.array([row.slot for row in rows] + [-1] * pad_rows, np.int32),
         "logits_index": np.array(logits_index, np.int32),
     }
@@ -77,21 +81,25 @@ def _cache_rows(row: Row, block_size: int) -> Indices:
     """The cache row of each new token: block * block_size + offset."""
     positions = np.arange(row.context, row.context + len(row.tokens))
     columns = positions // block_size
-    if len(positions) and columns[-1] >= len(row.blocks):
+    if row.blocks_used(block_size) > len(row.blocks):
         raise RunError(
-            f"position {positions[-1]} lies in block {columns[-1]} of a sequence that holds "
+            f"position {row.context + len(row.tokens) - 1} lies in block "
+            f"{row.blocks_used(block_size) - 1} of a sequence that holds "
             f"{len(row.blocks)} blocks of {block_size}",
             "reserve the blocks before the tokens are run",
         )
-    blocks = np.array(row.blocks, np.int64)[columns] if len(positions) else positions
+    blocks = np.asarray(row.blocks, np.int64)[columns]
     return (blocks * block_size + positions % block_size).astype(np.int32)
 
 
-def _block_table(rows: Sequence[Row], pad_rows: int) -> Indices:
-    """[B, M], M a power of two so that few shapes occur; the rest points to block 0, unread."""
-    widest = max((len(row.blocks) for row in rows), default=1)
-    width = 1 << max(widest - 1, 0).bit_length()
+def _block_table(rows: Sequence[Row], block_size: int, pad_rows: int) -> Indices:
+    """[B, M] of the blocks in use; M a power of two, so that few shapes occur.
+
+    What is beyond a sequence's own blocks points to block 0 and is not read.
+    """
+    used = [row.blocks_used(block_size) for row in rows]
+    width = 1 << max(max(used, default=1) - 1, 0).bit_length()
     table = np.zeros((len(rows) + pad_rows, width), np.int32)
-    for index, row in enumerate(rows):
-        table[index, : len(row.blocks)] = row.blocks
+    for index, (row, count) in enumerate(zip(rows, used, strict=True)):
+        table[index, :count] = row.blocks[:count]
     return table

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridge.artifacts.errors import HybridgeError, RunError, UsageError
-from hybridge.runner.batch import Row, build_batch
+from hybridge.runner.batch import Indices, Row, build_batch
 from hybridge.runner.blocks import FreeList
 from hybridge.runner.model import Model
 from hybridge.runner.sampling import Sampler, SamplingOptions
@@ -53,6 +53,7 @@ class _Sequence:
     sampler: Sampler
     blocks: list[int]
     slot: int
+    block_numbers: Indices
     cached: int = 0
     finish_reason: FinishReason | None = None
     error: HybridgeError | None = None
@@ -67,7 +68,7 @@ class _Sequence:
 
     def row(self, count: int) -> Row:
         new = self.tokens[self.cached : self.cached + count]
-        return Row(new, self.cached, self.blocks, self.slot)
+        return Row(new, self.cached, self.block_numbers, self.slot)
 
 
 class Engine:
@@ -313,9 +314,16 @@ class Engine:
         except RunError:
             self._blocks.give_back(blocks)
             raise
-        sampler = Sampler(SamplingOptions())
         return _Sequence(
-            sequence_id, prompt, len(prompt), len(prompt), frozenset(), sampler, blocks, slot
+            sequence_id=sequence_id,
+            tokens=prompt,
+            prompt_length=len(prompt),
+            limit=len(prompt),
+            stop_ids=frozenset(),
+            sampler=Sampler(SamplingOptions()),
+            blocks=blocks,
+            slot=slot,
+            block_numbers=np.array(blocks, np.int32),
         )
 
     def _release(self, sequence: _Sequence) -> None:

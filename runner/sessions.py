@@ -139,10 +139,9 @@ class PhaseSession:
         states: Mapping[str, Array],
         settings: SessionSettings,
     ) -> None:
-        spec = artifact.manifest.phases[phase]
         self.phase = phase
         self._weights = weights
-        self._session = _open_session(artifact, spec, weights, settings)
+        self._session = _open_session(artifact, phase, weights, settings)
         self._binding = self._session.io_binding()
         self._inputs = {item.name: item.shape for item in self._session.get_inputs()}
         self._buffers: dict[str, Array] = {}
@@ -212,8 +211,9 @@ class PhaseSession:
 
 
 def _open_session(
-    artifact: Artifact, spec: PhaseSpec, weights: WeightValues, settings: SessionSettings
+    artifact: Artifact, phase: str, weights: WeightValues, settings: SessionSettings
 ) -> Any:
+    spec = artifact.manifest.phases[phase]
     model = artifact.read(spec.graph)
     wanted = external_initializers(model, spec.graph)
     values = {weight.name: weights.value(weight, spec.graph) for weight in wanted}
@@ -221,7 +221,7 @@ def _open_session(
     attempts: list[Sequence[str]] = [[], small, list(values)]
     for copied in attempts:
         try:
-            session = _try_session(artifact, spec, model, values, copied, settings)
+            session = _try_session(artifact, phase, model, values, copied, settings)
         except ArtifactError:
             raise
         except Exception as error:  # onnxruntime raises its own kinds, by version
@@ -235,7 +235,7 @@ def _open_session(
 
 def _try_session(
     artifact: Artifact,
-    spec: PhaseSpec,
+    phase: str,
     model: bytes,
     values: Mapping[str, Any],
     copied: Sequence[str],
@@ -243,7 +243,7 @@ def _try_session(
 ) -> Any:
     import onnxruntime
 
-    options = _options(settings)
+    options = _options(phase, settings)
     folder = artifact.path(GRAPH_WEIGHTS).parent if values else artifact.root
     # The graph is given as the very bytes that were hashed; this says where "weights" lies.
     options.add_session_config_entry(
@@ -257,12 +257,14 @@ def _try_session(
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _options(settings: SessionSettings) -> Any:
+def _options(phase: str, settings: SessionSettings) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_ONLY
     options.inter_op_num_threads = 1
+    # Allocation plans are kept for every set of shapes ever seen; prefill sees no end of them.
+    options.enable_mem_pattern = phase != "prefill"
     if settings.threads is not None:
         options.intra_op_num_threads = settings.threads
     if not settings.prepack:

@@ -30,7 +30,16 @@ def test_a_position_past_the_last_block_is_refused() -> None:
     row = Row([1], 130, list(range(32)), 0)
     with pytest.raises(RunError, match="position 130 lies in block 32 of a sequence that holds 32"):
         build_batch([row], 4)
+    empty = Row([], 132, list(range(32)), 0)
+    with pytest.raises(RunError, match="holds 32"):
+        build_batch([empty], 4)  # its table would be narrower than its context
     assert build_batch([Row([1], 127, list(range(32)), 0)], 4)["slot_mapping"].tolist() == [127]
+
+
+def test_the_table_holds_the_blocks_in_use() -> None:
+    rows = [Row([1], 8, list(range(9, 0, -1)), 0), Row([1], 0, [4, 5], 1)]
+    table = build_batch(rows, 4)["block_table"]
+    assert table.tolist() == [[9, 8, 7, 0], [4, 0, 0, 0]]
 
 
 def test_a_row_without_tokens() -> None:
