@@ -302,7 +302,7 @@ def _prepare(batch: Batch, rewriter: Rewriter) -> None:
     queries = [_query(mix, rewriter) for mix in batch.mixes]
     names = [weight_name(query) for query in queries]
     stacked = rewriter.derived_weight(
-        f"{names[0]}.batch", {"transform": "stack", "inputs": names}, queries
+        f"{names[0]}_batch", {"transform": "stack", "inputs": names}, queries
     )
     prepared = rewriter.call(
         vocabulary["attn_res_prepare"].overload, sources, stacked, eps=batch.eps
@@ -315,4 +315,6 @@ def _query(mix: Mix, rewriter: Rewriter) -> Node:
     width = (shape_of(mix.sources[0]) or ())[-1]
     names = [weight_name(weight) for weight in mix.weights]
     recipe = {"transform": "product", "inputs": names, "shape": [width]}
-    return rewriter.derived_weight(".".join([str(names[0]), "query"]), recipe, mix.weights)
+    # Beside the weight, not below it: torch's exporter cannot hold a name below a parameter's own.
+    name = str(names[0]).removesuffix(".weight") + ".query"
+    return rewriter.derived_weight(name, recipe, mix.weights)
