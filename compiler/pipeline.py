@@ -21,6 +21,7 @@ from hybridge.ir.spec import require_valid
 from hybridge.ir.text import module_text
 from hybridge.passes.canonicalise import Canonicalise
 from hybridge.passes.fuse_attn_res import FuseAttnRes
+from hybridge.passes.fuse_kda import FuseKda
 from hybridge.passes.fuse_lightning_indexer import FuseLightningIndexer
 from hybridge.passes.fuse_sparse_flash_attention import FuseSparseFlashAttention
 
@@ -30,6 +31,7 @@ PIPELINE: tuple[Pass, ...] = (
     FuseLightningIndexer(),
     FuseSparseFlashAttention(),
     FuseAttnRes(),
+    FuseKda(),
 )
 
 #: Largest difference between two steps that is still rounding, relative to the largest value.

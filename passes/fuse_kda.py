@@ -1,0 +1,419 @@
+"""Fuse a KDA layer: FlashKDA in prefill, MegaKDA in decode.
+
+Before, prefill:                                         After:
+    taps of the short convolution, SiLU                      core = kda_prefill(qkv, gate, beta, conv_weight, a_log,
+    L2 norms, decay gate, sigmoid of beta                        dt_bias, conv_state!, state!, …, lower_bound=…)
+    state_write(conv_state, …)
+    core = kda_recurrence(…, state!, …)
+Before, decode:                                          After:
+    projections, the same for one token,                     out = kda_decode(x, [q|k|v|f_a|b|g] weights, f_b, g_b,
+    state_write(conv_state, …), state_write(state, …)            conv_weight, …, o_weight, conv_state!, state!, …)
+    output norm, output gate, o_proj
+
+A site is found from the convolution's state: the reads of `conv_state` that lead to a write of a recurrent state. Trials
+prove the maths, the zero state of a sequence that starts, and both states afterwards; each state is written exactly once.
+In decode the projections must be products of one input; their weights are joined at compile time.
+
+Left alone: a state that someone else reads or writes in between; an intermediate with another user; projections of
+different inputs, or with a bias; a gate that is neither softplus nor bounded; an inner norm with another eps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from hybridge.ir import region as regions
+from hybridge.ir.batch import Batch, batch_shape, batches, bind_sizes
+from hybridge.ir.effects import op_name, written_arguments
+from hybridge.ir.evaluate import Sizes
+from hybridge.ir.layout import Operand, operands
+from hybridge.ir.pass_base import ModelShape, Pass, PassContext, Refusal, Rewriter, Site
+from hybridge.ir.pattern import (
+    Leaves,
+    Projection,
+    assignments,
+    constants,
+    guards,
+    joined_projections,
+    leaves,
+    projection,
+)
+from hybridge.ir.proof import MetadataOnly, Trial, Verdict, prove
+from hybridge.ir.signature import (
+    CONTEXT_LEN,
+    QUERY_START,
+    STATE_SLOT,
+    is_weight,
+    metadata,
+    shape_of,
+    weight_name,
+)
+from hybridge.ops.registry import vocabulary
+
+_TABLES = (QUERY_START, CONTEXT_LEN, STATE_SLOT)
+# The recurrence multiplies rounding errors; what a wrong gate, eps or tap changes is far larger.
+_TOLERANCE = 5e-5
+
+
+@dataclass(frozen=True)
+class Found:
+    """One layer's states and the nodes around them."""
+
+    conv_state: Node
+    state: Node
+    reads: tuple[Node, ...]
+    writes: tuple[Node, ...]
+    end: Node
+    output: Projection | None
+
+    @property
+    def decode(self) -> bool:
+        return self.output is not None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which node is what. `norm_eps` is None where the region has no output norm."""
+
+    found: Found
+    operands: Mapping[str, Operand]
+    lower_bound: float | None
+    norm_eps: float | None
+
+
+class FuseKda(Pass):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "fuse_kda"
+
+    def expect(self, config: ModelShape, phase: str) -> int:
+        return config.layer_kinds.count("kda")
+
+    def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
+        decided = MetadataOnly(context)
+        states = [node for node in context.graph.nodes if node.op == "placeholder"]
+        for conv_state in states:
+            found = _find(conv_state, context)
+            if found is not None:
+                yield _site(context, found, decided)
+
+    def check(self, site: Site, context: PassContext) -> Refusal | None:
+        roles, verdict = site.detail
+        op = "kda_decode" if roles.found.decode else "kda_prefill"
+        if not verdict.holds:
+            refusal: Refusal = verdict.refusal(site.anchor, op)
+            return refusal
+        if not roles.found.decode:
+            return None
+        layer = _projections(roles)
+        return layer if isinstance(layer, Refusal) else None
+
+    def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
+        roles: Roles = site.detail[0]
+        if roles.found.decode:
+            return {site.region.outputs[0]: _emit_decode(roles, rewriter)}
+        return {roles.found.end: _emit_prefill(roles, rewriter)}
+
+
+def _find(conv_state: Node, context: PassContext) -> Found | None:
+    """The layer that a [slots, 3P, taps - 1] state belongs to."""
+    shape = shape_of(conv_state)
+    if shape is None or len(shape) != 3 or is_weight(conv_state):
+        return None
+    reads = [user for user in conv_state.users if not written_arguments(user)]
+    kept = [user for user in conv_state.users if op_name(user) == "hybridge::state_write"]
+    if not reads or not kept:
+        return None
+    for node in regions.forward(reads, limit=200):
+        for state in written_arguments(node):
+            wide = shape_of(state)
+            if state.op == "placeholder" and wide is not None and len(wide) == 4:
+                return _around(conv_state, state, reads, [*kept, node])
+    return None
+
+
+def _around(
+    conv_state: Node, state: Node, reads: Sequence[Node], writes: Sequence[Node]
+) -> Found | None:
+    recurrence = writes[-1]
+    if op_name(recurrence) == "hybridge::kda_recurrence":
+        return Found(conv_state, state, tuple(reads), tuple(writes), recurrence, None)
+    more = [user for user in state.users if not written_arguments(user)]
+    for node in regions.forward([*reads, *more], limit=200):
+        output = projection(node)
+        if output is not None:
+            return Found(
+                conv_state, state, (*reads, *more), tuple(writes), output.x, output
+            )
+    return None
+
+
+def _site(context: PassContext, found: Found, decided: MetadataOnly) -> Site | Refusal:
+    anchor = found.writes[-1]
+    ends = [*found.writes, found.output.node if found.output else found.end]
+    nodes = regions.between(found.reads, ends, context.effects).nodes
+    output = found.output.node if found.output else found.end
+    region = regions.make_region(nodes, [output])
+    missing = [name for name in _TABLES if name not in metadata(context.graph)]
+    if missing:
+        reason = f"the graph has no input {missing[0]}"
+        return Refusal(anchor.name, "batch metadata", reason, f"give the graph {missing[0]}")
+    inner = [node for node in region.nodes if not found.decode or node is not output]
+    inputs = regions.make_region(inner, [found.end]).inputs
+    stop = {found.conv_state, found.state}
+    origins = leaves([node for node in inputs if not regions.is_size(node)], decided, stop)
+    best = _best(context, found, origins, nodes) if origins is not None else None
+    if best is None:
+        return Refusal(
+            anchor.name,
+            "kda operands",
+            f"around {anchor.name} there are not the projections q|k|v, gate and beta, and one constant each for the "
+            "convolution, A_log and dt_bias" + (", the output gate and norm" if found.decode else ""),
+            "compute the layer from plain projections of its input and constant weights",
+        )
+    return Site(anchor, region, detail=best)
+
+
+def _best(
+    context: PassContext, found: Found, origins: Leaves, nodes: Sequence[Node]
+) -> tuple[Roles, Verdict] | None:
+    """The first assignment of roles that is proved, else the one that came furthest."""
+    best: tuple[Roles, Verdict] | None = None
+    cone = regions.cone(
+        [found.end, *found.writes], [*origins.activations, *origins.weights], context.effects
+    )
+    for chosen in _assignments(found, origins):
+        for lower_bound in _bounds(cone):
+            for eps in guards(cone) if found.decode else [None]:
+                roles = Roles(found, chosen, lower_bound, eps)
+                verdict = _prove(context, roles)
+                if verdict.holds:
+                    return roles, verdict
+                if best is None or verdict.passed > best[1].passed:
+                    best = (roles, verdict)
+    return best
+
+
+def _bounds(nodes: Sequence[Node]) -> list[float | None]:
+    """Variant A has no bound; variant B's is one of the constants, as a negative number."""
+    if any(op_name(node) in ("aten::softplus", "aten::log1p") for node in nodes):
+        return [None]
+    found = {-abs(value): None for value in constants(nodes) if abs(value) > 1 and value < 1e9}
+    return [*found, None]
+
+
+def _assignments(found: Found, origins: Leaves) -> Iterator[dict[str, Operand]]:
+    """Ways to see the leaves as the op's operands, by shape."""
+    slots_state, slots_conv = shape_of(found.state) or (), shape_of(found.conv_state) or ()
+    heads, key_dim, value_dim = slots_state[1:]
+    projected, taps = slots_conv[1], slots_conv[2] + 1
+    tokens = (shape_of(found.end) or ())[0]
+    activations = {
+        "qkv": lambda node: operands(node, (tokens, projected)),
+        "gate": lambda node: operands(node, (tokens, heads * key_dim)),
+        "beta": lambda node: operands(node, (tokens, heads)),
+    }
+    weights = {
+        "conv_weight": lambda node: operands(node, (projected, taps)),
+        "a_log": lambda node: operands(node, (heads,)),
+        "dt_bias": lambda node: _flat(node, heads * key_dim),
+    }
+    if found.decode:
+        activations["output_gate"] = lambda node: operands(node, (tokens, heads * value_dim))
+        weights["norm_weight"] = lambda node: operands(node, (value_dim,))
+    for first in assignments(activations, origins.activations):
+        for second in assignments(weights, origins.weights):
+            yield {**first, **second}
+
+
+def _flat(node: Node, size: int) -> Iterator[Operand]:
+    return (operand for operand in operands(node, (size,)))
+
+
+def _prove(context: PassContext, roles: Roles) -> Verdict:
+    """Whether the region leaves both states, and gives the core (or gated) result, as the op does."""
+    found = roles.found
+    inputs = metadata(context.graph)
+    names = sorted(roles.operands)
+    given = [roles.operands[name].node for name in names]
+    given += [found.conv_state, found.state, *inputs.values()]
+    axes = [roles.operands[name].axes for name in names]
+    label = f"kda {found.decode} {roles.lower_bound!r} {roles.norm_eps!r} {names} {axes}"
+    return prove(
+        context,
+        label,
+        [found.end],
+        given,
+        lambda: _trials(context, roles),
+        tolerance=_TOLERANCE,
+        writes=found.writes,
+    )
+
+
+# (rule, size of the projections, size of the gate)
+_VARIANTS = (
+    ("convolution, norms, gates and delta rule as in the definition", 1.0, 1.0),
+    ("1e-6 is added inside the root of the L2 norms, and eps inside the output norm's", 2e-3, 1.0),
+    ("gates far from zero", 1.0, 12.0),
+)
+
+
+def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]:
+    found = roles.found
+    shape = batch_shape(context.graph, state=found.state)
+    for batch in batches(shape):
+        for rule, magnitude, gate in _VARIANTS:
+            sizes = Sizes()
+            given: dict[Node, Tensor] = bind_sizes(context.graph, batch, sizes)
+            tokens, slots = (shape_of(found.end) or ())[0], (shape_of(found.state) or ())[0]
+            if not sizes.bind(tokens, batch.tokens) or not sizes.bind(slots, batch.slots):
+                continue
+            values = _draw(roles, sizes, magnitude, gate)
+            states = {
+                found.conv_state: torch.randn(sizes.shape(found.conv_state)) * magnitude,
+                found.state: torch.randn(sizes.shape(found.state)) * 0.5,
+            }
+            for name, operand in roles.operands.items():
+                given[operand.node] = operand.to_node(values[name])
+            given |= {node: value.clone() for node, value in states.items()}
+            expected = _expected(roles, batch, values, states)
+            where = "" if batch.name == "one sequence" else f" on a batch with {batch.name}"
+            rows = _active_rows(batch)
+            yield Trial(rule + where, given, [expected], rows, states), sizes
+
+
+def _draw(roles: Roles, sizes: Sizes, magnitude: float, gate: float) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    torch.manual_seed(5)
+    sized = {"qkv": magnitude, "gate": gate, "beta": gate, "output_gate": gate}
+    values = {}
+    for name, operand in roles.operands.items():
+        shape = sizes.shape(operand.node)
+        wanted = [shape[axis] for axis in operand.axes]
+        values[name] = torch.randn(wanted, generator=generator) * sized.get(name, 1.0)
+    return values
+
+
+def _expected(
+    roles: Roles, batch: Batch, values: Mapping[str, Tensor], states: Mapping[Node, Tensor]
+) -> Tensor:
+    """What the definition gives; updates `states` as it does."""
+    tables = batch.inputs()
+    core: Tensor = vocabulary["kda_prefill"].reference(
+        *(values[name] for name in ("qkv", "gate", "beta", "conv_weight", "a_log", "dt_bias")),
+        states[roles.found.conv_state],
+        states[roles.found.state],
+        *(tables[name] for name in _TABLES),
+        lower_bound=roles.lower_bound,
+    )
+    if roles.norm_eps is None:
+        return core
+    normed: Tensor = vocabulary["rms_norm"].reference(
+        core, values["norm_weight"], eps=roles.norm_eps
+    )
+    return normed.flatten(1) * torch.sigmoid(values["output_gate"])
+
+
+def _active_rows(batch: Batch) -> Tensor:
+    """[T] bool: tokens of sequences that have a state; the others' results are read by nobody."""
+    rows = [batch.active[batch.sequence_of(token)] for token in range(batch.real_tokens)]
+    return torch.tensor(rows + [False] * (batch.tokens - batch.real_tokens))
+
+
+def _emit_prefill(roles: Roles, rewriter: Rewriter) -> Node:
+    inputs = metadata(rewriter.context.graph)
+    parts = {name: operand.emit(rewriter) for name, operand in roles.operands.items()}
+    return rewriter.call(
+        vocabulary["kda_prefill"].overload,
+        *(parts[name] for name in ("qkv", "gate", "beta", "conv_weight", "a_log", "dt_bias")),
+        roles.found.conv_state,
+        roles.found.state,
+        *(inputs[name] for name in _TABLES),
+        lower_bound=roles.lower_bound,
+    )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The projections of a decode layer: those of the input, in the op's order, and the second ones."""
+
+    x: Node
+    joined: tuple[Node, ...]
+    f_b: Node
+    g_b: Node | None
+
+
+def _projections(roles: Roles) -> Layer | Refusal:
+    """The layer's input and weights, or why they cannot be one product."""
+    anchor = roles.found.writes[-1].name
+    qkv = joined_projections(roles.operands["qkv"].node)
+    gate, beta, output = (
+        projection(roles.operands[name].node) for name in ("gate", "beta", "output_gate")
+    )
+    if not qkv or gate is None or beta is None or output is None:
+        return Refusal(
+            anchor,
+            "plain projections",
+            "q, k, v, gates and beta are not products with constant weights",
+            "project the layer's input by weights without bias",
+        )
+    low = projection(gate.x)
+    if low is None:
+        return Refusal(
+            anchor,
+            "low-rank decay gate",
+            f"{gate.x.name}, which the decay gate {gate.node.name} projects, is not itself a projection",
+            "compute the decay gate as f_b(f_a(x))",
+        )
+    x = qkv[0].x
+    first = output if output.x is x else projection(output.x)
+    every = [*qkv, low, beta, *([first] if first else [])]
+    stray = next((each for each in every if each.x is not x), None)
+    if first is None or stray is not None:
+        node = output.node if stray is None else stray.node
+        return Refusal(
+            anchor,
+            "one input",
+            f"{node.name} projects something else than {x.name}",
+            f"project {x.name} by every weight of the layer",
+        )
+    second = None if first is output else output.weight
+    return Layer(x, tuple(each.weight for each in every), gate.weight, second)
+
+
+def _emit_decode(roles: Roles, rewriter: Rewriter) -> Node:
+    layer, found = _projections(roles), roles.found
+    assert isinstance(layer, Layer)
+    assert found.output is not None
+    inputs = metadata(rewriter.context.graph)
+    names = [str(weight_name(weight)) for weight in layer.joined]
+    joined = rewriter.derived_weight(
+        f"{names[0].removesuffix('.weight')}.kda_in.weight",
+        {"transform": "concat", "inputs": names, "axis": 0},
+        layer.joined,
+    )
+    parts: dict[str, Any] = {
+        name: roles.operands[name].emit(rewriter)
+        for name in ("conv_weight", "a_log", "dt_bias", "norm_weight")
+    }
+    return rewriter.call(
+        vocabulary["kda_decode"].overload,
+        layer.x,
+        joined,
+        layer.f_b,
+        layer.g_b,
+        *parts.values(),
+        found.output.weight,
+        found.conv_state,
+        found.state,
+        inputs[CONTEXT_LEN],
+        inputs[STATE_SLOT],
+        lower_bound=roles.lower_bound,
+        norm_eps=roles.norm_eps,
+    )
