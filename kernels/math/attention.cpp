@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "math/scratch.h"
-#include "math/word_panel.h"
+#include "math/panel.h"
 
 namespace hybridge::HYBRIDGE_ISA {
 namespace {

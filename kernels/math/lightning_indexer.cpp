@@ -4,7 +4,7 @@
 
 #include "math/scratch.h"
 #include "math/top_k.h"
-#include "math/word_panel.h"
+#include "math/panel.h"
 
 namespace hybridge::HYBRIDGE_ISA {
 namespace {

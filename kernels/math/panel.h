@@ -62,9 +62,13 @@ constexpr std::int64_t panel_lanes(std::int64_t vectors) {
   return vectors >= kPanelLanes ? kPanelLanes : round_up(vectors, kWidth);
 }
 
+// How far ahead rows are fetched that come from memory: kRowTile of them are read side by side,
+// more streams than the hardware follows well.
+constexpr std::int64_t kFetchBytes = 1024;
+
 // sums[i][v] += sum over steps of word(rows[i] + step * row_step) * panel[step * lanes + v lanes].
 // `row_step` is in elements; it is the elements of a word where rows are contiguous.
-template <class Words, int kVectors>
+template <class Words, int kVectors, bool kFetch = false>
 inline void multiply_panel(const typename Words::Element* const* rows, std::int64_t row_step,
                            const float* panel, std::int64_t lanes, std::int64_t steps,
                            Lanes (&sums)[kRowTile][kVectors]) {
@@ -77,6 +81,12 @@ inline void multiply_panel(const typename Words::Element* const* rows, std::int6
     for (int v = 0; v < kVectors; ++v) sum[i][v] = sums[i][v];
   }
   for (std::int64_t step = 0, at = 0; step < steps; ++step, at += row_step, panel += lanes) {
+    if (kFetch && step % 16 == 0) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kRowTile; ++i) {
+        prefetch(reinterpret_cast<const char*>(row[i] + at) + kFetchBytes);
+      }
+    }
     Lanes right[kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) right[v] = Lanes::load(panel + v * kWidth);
@@ -96,12 +106,12 @@ inline void multiply_panel(const typename Words::Element* const* rows, std::int6
 }
 
 // The same for whole rows of `elements` elements, an odd last one included.
-template <class Words, int kVectors>
+template <class Words, int kVectors, bool kFetch = false>
 inline void multiply_panel_rows(const typename Words::Element* const* rows, const float* panel,
                                 std::int64_t lanes, std::int64_t elements,
                                 Lanes (&sums)[kRowTile][kVectors]) {
   const std::int64_t whole = elements / Words::kElements;
-  multiply_panel<Words, kVectors>(rows, Words::kElements, panel, lanes, whole, sums);
+  multiply_panel<Words, kVectors, kFetch>(rows, Words::kElements, panel, lanes, whole, sums);
   if (whole * Words::kElements == elements) return;
   typename Words::Element last[kRowTile][2] = {};
   const typename Words::Element* padded[kRowTile];

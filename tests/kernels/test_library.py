@@ -31,7 +31,7 @@ def test_missing_library_is_an_artifact_error(monkeypatch, tmp_path):
     with pytest.raises(ArtifactError, match=r"none\.so is no file\n  remedy: install the hybridge"):
         hybridge.kernels.library_path()
     monkeypatch.delenv(hybridge.kernels.LIBRARY_VARIABLE)
-    with pytest.raises(ArtifactError, match="libhybridge_kernels.so is not installed"):
+    with pytest.raises(ArtifactError, match=r"libhybridge_kernels\.so is not installed"):
         hybridge.kernels.library_path()
 
 

@@ -8,34 +8,51 @@ import pytest
 from .harness import BFLOAT16, Operator, bf16, f64, run
 
 DTYPES = (np.dtype(np.float32), BFLOAT16)
-# Above this many rows a bfloat16 weight meets rounded activations (kernels/math/linear.cpp).
-EXACT_ROWS = 8
+# Above so many rows a bfloat16 weight meets activations in two bfloat16 parts, or rounded ones
+# (kernels/math/linear.h).
+EXACT_ROWS, SPLIT_ROWS = 4, 8
 
 
-def bound(x: np.ndarray, weight: np.ndarray, *, rounded: bool) -> np.ndarray:
-    """Largest error of each output: rounding of x (2^-8, if rounded) and of the running sum.
+def unit_of(rows: int, dtype: np.dtype) -> float:
+    """The relative rounding of an activation."""
+    if dtype != BFLOAT16 or rows <= EXACT_ROWS:
+        return 0.0
+    return 2.0**-16 if rows <= SPLIT_ROWS else 2.0**-8
+
+
+def bound(x: np.ndarray, weight: np.ndarray, unit: float) -> np.ndarray:
+    """Largest error of each output: rounding of x by `unit`, and of the running sum.
 
     The instruction for rounded x also takes subnormal numbers (below 2^-126) as zero.
     """
     x, weight = np.abs(f64(x)), np.abs(f64(weight))
     inputs = x.shape[-1]
-    relative = inputs * 2.0**-24 + (2.0**-8 if rounded else 0.0) + 2.0**-23
+    relative = inputs * 2.0**-24 + unit + 2.0**-23
     flushed = 2.0**-126 * (x.sum(-1, keepdims=True) + weight.sum(-1) + 2 * inputs)
-    return x @ weight.T * relative + (flushed if rounded else 1e-44 * inputs)
+    return x @ weight.T * relative + (2 * flushed if unit else 1e-44 * inputs)
 
 
 def check(x: np.ndarray, weight: np.ndarray) -> None:
     (out,) = run("Linear", {"x": x, "weight": weight}, {"out": np.float32})
     assert out.shape == (*x.shape[:-1], weight.shape[0])
-    rows = int(np.prod(x.shape[:-1]))
     error = np.abs(out - f64(x) @ f64(weight).T)
-    assert np.all(error <= bound(x, weight, rounded=weight.dtype == BFLOAT16 and rows > EXACT_ROWS))
+    unit = unit_of(int(np.prod(x.shape[:-1])), weight.dtype)
+    assert np.all(error <= bound(x, weight, unit))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
-    [(1, 64, 48), (3, 37, 5), (8, 33, 17), (9, 1, 1), (17, 31, 9), (33, 96, 40), (70, 129, 23)],
+    [
+        (1, 64, 48),
+        (3, 37, 5),
+        (5, 20, 8),
+        (8, 33, 17),
+        (9, 1, 1),
+        (17, 31, 9),
+        (33, 96, 40),
+        (70, 129, 23),
+    ],
 )
 def test_matches_float64(level, rng, dtype, rows, inputs, outputs):
     x = rng.standard_normal((rows, inputs)).astype(np.float32)
@@ -56,7 +73,7 @@ def test_leading_dimensions_are_rows(rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [4, 40])
+@pytest.mark.parametrize("rows", [4, 7, 40])
 def test_large_tiny_and_subnormal_values(level, rng, dtype, rows):
     x = rng.standard_normal((rows, 50)).astype(np.float32)
     x *= np.exp2(rng.integers(-60, 60, (rows, 1))).astype(np.float32)
@@ -67,7 +84,7 @@ def test_large_tiny_and_subnormal_values(level, rng, dtype, rows):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("rows", [2, 6, 20])
 def test_infinity_and_nan_stay_in_their_row(level, rng, dtype, rows):
     x = np.ones((rows, 18), np.float32)
     x[0, 3], x[1, 17] = np.inf, np.nan
