@@ -23,6 +23,8 @@ from hybridge.passes.canonicalise import Canonicalise
 from hybridge.passes.fuse_attn_res import FuseAttnRes
 from hybridge.passes.fuse_kda import FuseKda
 from hybridge.passes.fuse_lightning_indexer import FuseLightningIndexer
+from hybridge.passes.fuse_moe import FuseMoe
+from hybridge.passes.fuse_rms_norm import FuseRmsNorm
 from hybridge.passes.fuse_sparse_flash_attention import FuseSparseFlashAttention
 
 PIPELINE: tuple[Pass, ...] = (
@@ -32,6 +34,9 @@ PIPELINE: tuple[Pass, ...] = (
     FuseSparseFlashAttention(),
     FuseAttnRes(),
     FuseKda(),
+    FuseMoe(),
+    # Last: the larger fusions take the norms that belong to them.
+    FuseRmsNorm(),
 )
 
 #: Largest difference between two steps that is still rounding, relative to the largest value.

@@ -38,8 +38,7 @@ class ModelShape(Protocol):
     @property
     def attn_res_block_size(self) -> int | None: ...
 
-    @property
-    def moe(self) -> Any: ...
+    def is_moe_layer(self, layer: int) -> bool: ...
 
 
 @dataclass(frozen=True)

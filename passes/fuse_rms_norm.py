@@ -1,0 +1,179 @@
+"""Fuse a decomposed RMS norm.
+
+Before:                                                  After:
+    y = x * rsqrt(mean(x^2, -1) + eps) * weight              y = rms_norm(x, weight, eps=…)
+
+A site is found from its reciprocal root. Trials prove it on ordinary and on tiny values, where eps decides.
+
+Left alone: a norm whose result has another dtype than its input (a bf16 input times an fp32 weight: the op would round,
+vllm 48324); a root that someone else reads; a norm over another axis; L2 norms, which have no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from hybridge.ir import region as regions
+from hybridge.ir.effects import op_name
+from hybridge.ir.evaluate import Sizes
+from hybridge.ir.pass_base import (
+    ModelShape,
+    Pass,
+    PassContext,
+    Refusal,
+    Rewriter,
+    Site,
+    same_shape,
+)
+from hybridge.ir.pattern import guards
+from hybridge.ir.proof import Trial, Verdict, prove
+from hybridge.ir.signature import dtype_of, is_weight, shape_of
+from hybridge.ops.registry import vocabulary
+
+_ROOTS = ("aten::rsqrt", "aten::sqrt", "aten::pow")
+_STATISTIC = frozenset(
+    f"aten::{name}" for name in "add mean square pow mul sum div to sqrt rsqrt reciprocal".split()
+)
+_SIZE = 3
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which node is what."""
+
+    x: Node
+    weight: Node
+    end: Node
+    eps: float
+
+
+class FuseRmsNorm(Pass):
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "fuse_rms_norm"
+
+    def expect(self, config: ModelShape, phase: str) -> int:
+        # Two sublayer norms a layer and the final one; a layer has more of its own.
+        return 2 * len(config.layer_kinds) + 1
+
+    def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
+        for node in list(context.graph.nodes):
+            if op_name(node) in _ROOTS and not node._erased:
+                found = _site(context, node)
+                if found is not None:
+                    yield found
+
+    def check(self, site: Site, context: PassContext) -> Refusal | None:
+        roles, verdict = site.detail
+        if not verdict.holds:
+            refusal: Refusal = verdict.refusal(site.anchor, "rms_norm")
+            return refusal
+        if dtype_of(roles.x) != dtype_of(roles.end):
+            return Refusal(
+                site.anchor.name,
+                "dtype promotion",
+                f"{roles.x.name} is {dtype_of(roles.x)}, {roles.end.name} is {dtype_of(roles.end)}",
+                f"cast the norm's result to {dtype_of(roles.x)}, or its input to {dtype_of(roles.end)}",
+            )
+        return None
+
+    def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
+        roles: Roles = site.detail[0]
+        norm = rewriter.call(
+            vocabulary["rms_norm"].overload, roles.x, roles.weight, eps=roles.eps
+        )
+        return {roles.end: norm}
+
+
+def _site(context: PassContext, root: Node) -> Site | None:
+    """The norm around a root; None if there is no statistic of one tensor and one weight."""
+    for x in _inputs(root):
+        ends = [node for node in regions.forward([root], limit=6) if _is_like(node, x)]
+        best: tuple[Roles, Verdict] | None = None
+        for end in reversed(ends):
+            best = _roles(context, root, x, end) or best
+            if best is not None and best[1].holds:
+                break
+        if best is not None:
+            nodes = regions.cone([best[0].end], {x, best[0].weight}, context.effects)
+            return Site(root, regions.make_region(nodes, [best[0].end]), detail=best)
+    return None
+
+
+def _inputs(root: Node) -> Iterator[Node]:
+    """The tensor whose statistic is under the root: where the chain of single inputs starts, or forks."""
+    node = root
+    means = False
+    for _ in range(8):
+        tensors = [each for each in node.all_input_nodes if shape_of(each) is not None]
+        if op_name(node) not in _STATISTIC or len(tensors) != 1:
+            break
+        means = means or op_name(node) in ("aten::mean", "aten::sum")
+        node = tensors[0]
+        if means:
+            yield node
+
+
+def _is_like(node: Node, x: Node) -> bool:
+    left, right = shape_of(node), shape_of(x)
+    return left is not None and right is not None and same_shape(left, right)
+
+
+def _roles(
+    context: PassContext, root: Node, x: Node, end: Node
+) -> tuple[Roles, Verdict] | None:
+    """The proof with the end's one weight, or None if there is not one."""
+    width = (shape_of(x) or (0,))[-1]
+    nodes = regions.cone_within([end], min(x, root), context.effects)
+    inside = [node for node in nodes if node is not x]
+    weights = {each for node in inside for each in node.all_input_nodes if is_weight(each)}
+    if len(weights) != 1:
+        return None
+    weight = weights.pop()
+    if shape_of(weight) != (width,):
+        return None
+    region = regions.cone([end], {x, weight}, context.effects)
+    if len(region) > 12 or any(node.op != "call_function" for node in region):
+        return None
+    best: tuple[Roles, Verdict] | None = None
+    for eps in guards(region):
+        roles = Roles(x, weight, end, eps)
+        verdict = prove(
+            context,
+            f"rms_norm {eps!r}",
+            [end],
+            [x, weight],
+            lambda roles=roles: _trials(roles),  # type: ignore[misc]
+            tolerance=_TOLERANCE,
+        )
+        if best is None or (verdict.holds, verdict.passed) > (best[1].holds, best[1].passed):
+            best = (roles, verdict)
+    return best
+
+
+def _trials(roles: Roles) -> Iterator[tuple[Trial, Sizes]]:
+    for rule, magnitude in (
+        ("x * rsqrt(mean(x^2) + eps) * weight", 1.0),
+        ("eps is inside the root", 3e-3),
+    ):
+        sizes = Sizes()
+        for place, size in enumerate(shape_of(roles.x) or ()):
+            sizes.bind(size, _SIZE + place)
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(sizes.shape(roles.x), generator=generator) * magnitude
+        weight = torch.randn(sizes.shape(roles.weight), generator=generator)
+        given: dict[Node, Tensor] = {
+            roles.x: x.to(dtype_of(roles.x)),
+            roles.weight: weight.to(dtype_of(roles.weight)),
+        }
+        expected = vocabulary["rms_norm"].reference(
+            given[roles.x].float(), given[roles.weight].float(), eps=roles.eps
+        )
+        yield Trial(rule, given, [expected.to(dtype_of(roles.end))]), sizes
