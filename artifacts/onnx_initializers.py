@@ -2,10 +2,10 @@
 
 onnxruntime takes an initializer given at run time on trust: one of another shape or type is read
 out of bounds. So the runner compares what the graph declares with what the weights file offers, and
-for that needs name, type, shape and location of the top graph's external initializers, no more.
-Field numbers are those of onnx.proto (ModelProto.graph 7, GraphProto.initializer 5; TensorProto:
-dims 1, data_type 2, name 8, external_data 13, data_location 14; StringStringEntryProto: key 1,
-value 2).
+for that needs name, type, shape and location of the top graph's external initializers, and the names
+that its nodes read and write. Field numbers are those of onnx.proto (ModelProto.graph 7; GraphProto:
+node 1, initializer 5; NodeProto: input 1, output 2, op_type 4, domain 7; TensorProto: dims 1,
+data_type 2, name 8, external_data 13, data_location 14; StringStringEntryProto: key 1, value 2).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LOCATION = "weights"
 GRAPH_WEIGHTS = f"graphs/{LOCATION}"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _EXTERNAL = 1
-_MODEL_GRAPH, _GRAPH_INITIALIZER = 7, 5
+_MODEL_GRAPH, _GRAPH_NODE, _GRAPH_INITIALIZER = 7, 1, 5
+_NODE_INPUT, _NODE_OUTPUT, _NODE_OP_TYPE, _NODE_DOMAIN = 1, 2, 4, 7
 _DIMS, _DATA_TYPE, _NAME, _EXTERNAL_DATA, _DATA_LOCATION = 1, 2, 8, 13, 14
 
 
@@ -46,19 +47,58 @@ def external_initializers(model: bytes, where: str) -> list[GraphWeight]:
         ArtifactError: not a well-formed message, or an initializer that points to another file than
             the one the format allows.
     """
-    found = []
     try:
-        for number, graph in _messages(memoryview(model)):
-            if number == _MODEL_GRAPH:
-                found += [
-                    weight
-                    for field, tensor in _messages(graph)
-                    if field == _GRAPH_INITIALIZER
-                    and (weight := _external(tensor, where)) is not None
-                ]
-    except (IndexError, ValueError, UnicodeDecodeError) as error:
+        tensors = _graph_messages(model, _GRAPH_INITIALIZER)
+        return [weight for tensor in tensors if (weight := _external(tensor, where)) is not None]
+    except (IndexError, ValueError) as error:
         raise ArtifactError(f"{where}: no ONNX model: {error}", "compile it again") from None
-    return found
+
+
+def folded_initializers(model: bytes, where: str) -> frozenset[str]:
+    """The initializers whose values onnxruntime needs while it loads the graph, to fold constants.
+
+    It evaluates standard operators whose inputs are all constant; one of another domain, such as a
+    kernel of ours, is never evaluated. `Shape` and `Size` of a constant are known without its values.
+
+    Raises:
+        ArtifactError: not a well-formed message.
+    """
+    try:
+        initializers = {_tensor_name(t) for t in _graph_messages(model, _GRAPH_INITIALIZER)}
+        constant, needed = set(initializers), set[str]()
+        for node in _graph_messages(model, _GRAPH_NODE):
+            inputs, outputs, op_type, domain = _node(node)
+            if domain not in ("", "ai.onnx") or not constant.issuperset(inputs):
+                continue
+            constant.update(outputs)
+            if op_type not in ("Shape", "Size"):
+                needed.update(inputs)
+        return frozenset(needed & initializers)
+    except (IndexError, ValueError) as error:
+        raise ArtifactError(f"{where}: no ONNX model: {error}", "compile it again") from None
+
+
+def _graph_messages(model: bytes, wanted: int) -> Iterator[memoryview]:
+    for number, graph in _messages(memoryview(model)):
+        if number == _MODEL_GRAPH:
+            yield from (value for field, value in _messages(graph) if field == wanted)
+
+
+def _tensor_name(tensor: memoryview) -> str:
+    return next((str(value, "utf-8") for field, value in _messages(tensor) if field == _NAME), "")
+
+
+def _node(node: memoryview) -> tuple[list[str], list[str], str, str]:
+    """Inputs (without those left out), outputs, operator and domain."""
+    texts: dict[int, list[str]] = {
+        field: [] for field in (_NODE_INPUT, _NODE_OUTPUT, _NODE_OP_TYPE, _NODE_DOMAIN)
+    }
+    for field, value in _messages(node):
+        if field in texts:
+            texts[field].append(str(value, "utf-8"))
+    inputs = [name for name in texts[_NODE_INPUT] if name]
+    op_type, domain = ("".join(texts[field]) for field in (_NODE_OP_TYPE, _NODE_DOMAIN))
+    return inputs, texts[_NODE_OUTPUT], op_type, domain
 
 
 def _external(tensor: memoryview, where: str) -> GraphWeight | None:

@@ -8,8 +8,8 @@ What onnxruntime 1.32 really does, measured (weights of 256 MB, resident memory 
   16 rows, and as fast for one row and for many. Hence off, unless the caller wants it.
 * ``add_initializer`` compares neither shape nor type with the graph, so that is done here.
 * The file that an external initializer names must exist, even if never read (`GRAPH_WEIGHTS`).
-* Folding of constants reads that file, so a graph that folds weights does not load this way: then
-  small weights are handed over as a copy, and if that does not help, all.
+* Folding of constants reads that file, so weights that are folded are handed over as a copy; if
+  the graph does not load even so (operators that were inlined), small weights too, and then all.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from hybridge.artifacts.onnx_initializers import (
     GRAPH_WEIGHTS,
     GraphWeight,
     external_initializers,
+    folded_initializers,
 )
 
 SMALL_WEIGHT_BYTES = 1 << 20
@@ -217,15 +218,16 @@ def _open_session(
     model = artifact.read(spec.graph)
     wanted = external_initializers(model, spec.graph)
     values = {weight.name: weights.value(weight, spec.graph) for weight in wanted}
-    small = [weight.name for weight in wanted if weights.size(weight) <= SMALL_WEIGHT_BYTES]
-    attempts: list[Sequence[str]] = [[], small, list(values)]
+    folded = folded_initializers(model, spec.graph) & values.keys()
+    small = {weight.name for weight in wanted if weights.size(weight) <= SMALL_WEIGHT_BYTES}
+    attempts = [sorted(folded), sorted(folded | small), sorted(values)]
     for copied in attempts:
         try:
             session = _try_session(artifact, phase, model, values, copied, settings)
         except ArtifactError:
             raise
         except Exception as error:  # onnxruntime raises its own kinds, by version
-            if "External initializer" in str(error) and copied is not attempts[-1]:
+            if "xternal" in str(error) and copied is not attempts[-1]:
                 continue
             raise _load_error(spec, error, settings) from error
         weights.copied.update(copied)

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from hybridge.artifacts.errors import ArtifactError
-from hybridge.artifacts.onnx_initializers import GraphWeight, external_initializers
+from hybridge.artifacts.onnx_initializers import (
+    GraphWeight,
+    external_initializers,
+    folded_initializers,
+)
 
 onnx = pytest.importorskip("onnx")
 
@@ -38,11 +42,31 @@ def test_odd_types_and_shapes_are_refused() -> None:
             external_initializers(changed.SerializeToString(), "m")
 
 
+def test_what_onnxruntime_folds_is_known() -> None:
+    node = onnx.helper.make_node
+    nodes = [
+        node("Constant", [], ["axis"], value_ints=[0]),
+        node("Transpose", ["folded"], ["t"]),
+        node("Add", ["t", "folded_too"], ["u"]),
+        node("Clip", ["folded_last", "", "u"], ["v"]),
+        node("MatMul", ["x", "used"], ["y"]),
+        node("Linear", ["kernel"], ["z"], domain="hybridge"),
+        node("Mul", ["z", "used_by_output_of_kernel"], ["zz"]),
+        node("Shape", ["only_shape"], ["s"]),
+    ]
+    names = [name for n in nodes for name in n.input if len(name) > 3]
+    weights = [onnx.TensorProto(name=name, data_type=1, dims=[2]) for name in names]
+    graph = onnx.helper.make_graph(nodes, "g", [], [], weights)
+    found = folded_initializers(onnx.helper.make_model(graph).SerializeToString(), "m")
+    assert found == {"folded", "folded_too", "folded_last"}
+
+
 def test_damaged_bytes_never_hang_or_crash() -> None:
     data = model().SerializeToString()
     for cut in range(1, len(data)):
         try:
             external_initializers(data[:cut], "m")
+            folded_initializers(data[:cut], "m")
         except ArtifactError:
             continue
     random = np.random.default_rng(0)
