@@ -35,6 +35,14 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, T
     return (wide(x) * rstd * wide(gamma)).to(x.dtype), rstd
 
 
+def add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(rms_norm(x1 + x2), 1 / rms, x1 + x2). Source: torch_npu.npu_add_rms_norm, op-plugin."""
+    total = x1 + x2
+    return *rms_norm(total, gamma, epsilon), total
+
+
 def scatter_nd_update_(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """Write updates[i] to x[indices[i, 0]], in place; of two writes to one row, one wins.
 
@@ -503,6 +511,7 @@ def grouped_matmul(
 
 REFERENCES: dict[str, Callable[..., Any]] = {
     "npu::npu_rms_norm": rms_norm,
+    "npu::npu_add_rms_norm": add_rms_norm,
     "npu::npu_scatter_nd_update_": scatter_nd_update_,
     "npu::npu_lightning_indexer": lightning_indexer,
     "npu::npu_sparse_flash_attention": sparse_flash_attention,

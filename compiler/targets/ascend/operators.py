@@ -62,6 +62,13 @@ def _rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, 
     return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
+def _add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, rstd = _rms_norm(x1, gamma)
+    return y, rstd, torch.empty_like(x1)
+
+
 def _lightning_indexer(
     query: Tensor, key: Tensor, weights: Tensor, *, sparse_count: int = 2048, **_: Any
 ) -> tuple[Tensor, Tensor]:
@@ -138,6 +145,7 @@ def _returns_its_input(x: Tensor, *_: Any) -> Tensor:
 
 FAKES: dict[str, Callable[..., Any]] = {
     "npu::npu_rms_norm": _rms_norm,
+    "npu::npu_add_rms_norm": _add_rms_norm,
     "npu::npu_scatter_nd_update_": _returns_its_input,
     "npu::npu_lightning_indexer": _lightning_indexer,
     "npu::npu_sparse_flash_attention": _sparse_flash_attention,

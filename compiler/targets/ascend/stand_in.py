@@ -16,6 +16,7 @@ is kept in `StandIn.unverified`, which ends up in the artifact. Everything else 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -23,6 +24,7 @@ import re
 import signal
 import sys
 import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,12 +68,33 @@ class StandIn:
         definitions: GE operator name -> (inputs, outputs, attributes), each a list of
             (name, type) pairs.
         unverified: questions that only the CANN operator library can answer, in order, each once.
+        engine_options: what torchair would start the graph engine with.
+        torch_npu: the modules that stand for torch_npu, by name.
     """
 
     cann_version: str
     soc_name: str
     definitions: dict[str, tuple[list[Any], list[Any], list[Any]]] = field(default_factory=dict)
     unverified: list[str] = field(default_factory=list)
+    engine_options: dict[str, str] = field(default_factory=dict)
+    torch_npu: dict[str, types.ModuleType] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def as_torch_npu(self) -> Iterator[None]:
+        """While converters run: `import torch_npu` finds the stand-in.
+
+        Only then, because torchair takes a loaded torch_npu for a machine with a device.
+        """
+        before = {name: sys.modules.get(name) for name in self.torch_npu}
+        sys.modules.update(self.torch_npu)
+        try:
+            yield
+        finally:
+            for name, module in before.items():
+                if module is None:
+                    del sys.modules[name]
+                else:
+                    sys.modules[name] = module
 
     def note(self, question: str) -> None:
         """Remember a question that could not be verified."""
@@ -99,6 +122,12 @@ def wheel_version(folder: Path) -> str:
     for info in sorted(folder.parent.glob("torch_npu-*.dist-info")):
         return info.name.removeprefix("torch_npu-").removesuffix(".dist-info")
     return "unknown"
+
+
+def installed_version() -> str:
+    """The version of the wheel whose torchair is installed."""
+    wheel = find_wheel()
+    return wheel_version(wheel) if wheel is not None else "none"
 
 
 def parse_cann_version(text: str) -> tuple[int, ...]:
@@ -143,9 +172,11 @@ def install(cann_version: str, soc_name: str) -> StandIn:
         )
     stand_in = StandIn(cann_version, soc_name)
     sys.path.insert(0, str(wheel / "dynamo"))
-    for module in (*_torch_npu_modules(stand_in), _core_module(stand_in)):
-        sys.modules[module.__name__] = module
-    _import_torchair()
+    stand_in.torch_npu = {module.__name__: module for module in _torch_npu_modules(stand_in)}
+    core = _core_module(stand_in)
+    sys.modules[core.__name__] = core
+    with stand_in.as_torch_npu():
+        _import_torchair()
     _installed = stand_in
     return stand_in
 
@@ -168,6 +199,13 @@ def _refuse(what: str) -> NoReturn:
         f"torchair called {what}, which needs CANN or an NPU; this machine has neither",
         remedy="run this step on a device (hybridge device-check), or stop at the GE graph",
     )
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        _refuse(what)
+
+    return refuse
 
 
 def _module(name: str, **members: Any) -> types.ModuleType:
@@ -201,6 +239,10 @@ def _core_module(stand_in: StandIn) -> types.ModuleType:
             stand_in.note(f"CANN {stand_in.cann_version}'s {operator} takes {parts}")
         return ""
 
+    def initialize(options: dict[str, str]) -> None:
+        # Nothing is started; whatever needs the engine later is refused.
+        stand_in.engine_options = dict(options)
+
     def check_aclnn(name: str) -> bool:
         stand_in.note(f"CANN {stand_in.cann_version} has {name}")
         return True
@@ -211,15 +253,14 @@ def _core_module(stand_in: StandIn) -> types.ModuleType:
         def __init__(self, name: str = "") -> None:
             self.name = name
 
-        def __getattr__(self, attribute: str) -> Any:
-            if attribute.startswith("__"):
-                raise AttributeError(attribute)
-            _refuse(f"TorchNpuGraph.{attribute}")
+    for method in ("load", "set_hint_shape", "compile", "auto_tune", "run"):
+        setattr(TorchNpuGraphBase, method, _refusing(f"TorchNpuGraph.{method}"))
 
     return _module(
         "torchair.core._torchair",
         TorchNpuGraphBase=TorchNpuGraphBase,
         TorchDataType=types.SimpleNamespace(**{n: i for i, n in enumerate(_TORCH_DATA_TYPES)}),
+        InitializeGraphEngine=initialize,
         GetSocName=lambda: stand_in.soc_name,
         CheckAclnnAvaliable=check_aclnn,  # the core's own spelling
         check_cann_compat=check_cann_compat,

@@ -24,7 +24,7 @@ def lower_attn_res_prepare(
     ctx.became("matmuls and reductions")
     keys = blocks * torch.rsqrt(blocks.square().mean(-1, keepdim=True) + eps)
     logits = torch.matmul(keys, queries.float().t()).permute(2, 0, 1)
-    top = logits.amax(-1)
+    top = logits.max(-1).values  # torchair cannot convert amax
     weights = (logits - top.unsqueeze(-1)).exp()
     numerator = torch.matmul(weights.permute(1, 0, 2), blocks).permute(1, 0, 2)
     return numerator, top, weights.sum(-1)

@@ -1,0 +1,243 @@
+"""From a lowered graph to a GE GraphDef, by the real torchair of the torch-npu wheel.
+
+No CANN and no NPU take part: torchair's Python half converts on fake tensors, over the stand-in for
+its native core. Nothing is compiled to a device binary, nothing runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import inspect
+import io
+import logging
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hybridge.artifacts.errors import CompileError
+from hybridge.compiler.targets.ascend import stand_in
+from hybridge.compiler.targets.ascend.constraints import SOCS
+from hybridge.compiler.targets.ascend.operators import define_operators
+from hybridge.compiler.targets.ascend.own_converters import definitions, register_own_converters
+
+DEVICE = "npu:0"
+# What the attributes of a GE node are called, as torchair writes them.
+STREAM_LABEL = "_user_stream_label"
+SUPER_KERNEL_SCOPE = "_super_kernel_scope"
+
+
+@dataclass(frozen=True)
+class CacheCopy:
+    """A TensorMove whose input is a whole cache."""
+
+    node: str
+    cache: str
+    cause: str
+
+
+@dataclass(frozen=True)
+class GeGraph:
+    """One converted graph.
+
+    Attributes:
+        proto: the serialised GraphDef.
+        text: the same, readable.
+        nodes: GE nodes by operator type, without Data, Const and NetOutput.
+        cache_copies: whole caches that the graph copies.
+        moves: all TensorMove nodes.
+        unverified: what only an installed CANN can confirm.
+        torchair: the version of the wheel that converted.
+        cann_version: the version that torchair was told.
+    """
+
+    proto: bytes
+    text: str
+    nodes: dict[str, int]
+    cache_copies: tuple[CacheCopy, ...]
+    moves: int
+    unverified: tuple[str, ...]
+    torchair: str
+    cann_version: str
+
+
+def load_torchair(cann_version: str, soc: str) -> stand_in.StandIn:
+    """Make torchair ready to convert for one CANN version and SoC.
+
+    Raises:
+        CompileError: the torch-npu wheel is not installed.
+    """
+    define_operators()  # before torchair is imported: its converters look the operators up
+    first = "torchair" not in sys.modules
+    core = stand_in.install(cann_version, SOCS[soc].ge_name)
+    core.definitions.update(definitions())
+    if first:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+        _setup_privateuseone_for_python_backend("npu")
+        with core.as_torch_npu(), warnings.catch_warnings():
+            # A warning for each converter of an operator that npu_schemas.txt leaves out.
+            warnings.simplefilter("ignore")
+            importlib.import_module("torchair._ge_concrete_graph.ge_converter.custom")
+        register_own_converters()
+    return core
+
+
+def convert(
+    graph_module: fx.GraphModule, caches: dict[str, str], *, soc: str, cann_version: str, name: str
+) -> GeGraph:
+    """Convert one graph of aten, npu and own operators.
+
+    Args:
+        graph_module: static shapes; metadata on every placeholder.
+        caches: device input -> the cache it holds, for those inputs that are caches.
+        soc: the target. cann_version: see `stand_in.install`.
+        name: of the GE graph.
+
+    Raises:
+        CompileError: torchair is missing, or a node has no converter; the message has every such
+            node.
+    """
+    core = load_torchair(cann_version, soc)
+    missing = unconvertible(graph_module)
+    if missing:
+        lines = "\n".join(f"  {op}: {', '.join(nodes[:4])}" for op, nodes in missing.items())
+        raise CompileError(
+            f"torchair has no converter for {len(missing)} operators:\n{lines}",
+            "these sites were not fused, or need a lowering of their own",
+        )
+    graph = _convert(graph_module, name, core)
+    return GeGraph(
+        proto=graph.SerializeToString(deterministic=True),
+        text=_text(graph),
+        nodes=_count(graph),
+        cache_copies=tuple(_cache_copies(graph, caches)),
+        moves=sum(op.type == "TensorMove" for op in graph.op),
+        unverified=tuple(core.unverified),
+        torchair=stand_in.installed_version(),
+        cann_version=cann_version,
+    )
+
+
+def unconvertible(graph_module: fx.GraphModule) -> dict[str, list[str]]:
+    """Operators that torchair cannot convert -> the nodes that call them."""
+    found: dict[str, list[str]] = {}
+    for node in graph_module.graph.nodes:
+        overload = isinstance(node.target, torch._ops.OpOverload)
+        if node.op == "call_function" and overload and not _has_converter(node.target):
+            found.setdefault(str(node.target), []).append(node.name)
+    return found
+
+
+def _has_converter(overload: Any) -> bool:
+    """Whether there is a converter, and not one of the many placeholders that only raise."""
+    converter = getattr(overload, "_ge_converter", None)
+    if converter is None:
+        return False
+    code = getattr(inspect.unwrap(converter), "__code__", None)
+    return code is None or code.co_names != ("NotImplementedError",)
+
+
+def _on_device(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph whose own tensors are made on the device and whose output is a list."""
+    graph = copy.deepcopy(graph_module.graph)
+    for node in graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device(DEVICE)}
+        if node.op == "output" and isinstance(node.args[0], fx.Node):
+            node.args = ((node.args[0],),)
+    return fx.GraphModule(graph_module, graph)
+
+
+def _fake_inputs(graph_module: fx.GraphModule, mode: FakeTensorMode) -> list[Tensor]:
+    with mode:
+        return [
+            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=DEVICE)
+            for node in graph_module.graph.nodes
+            if node.op == "placeholder"
+        ]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torchair logs and prints what it does not find on this machine."""
+    logger = logging.getLogger("torchair")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _convert(graph_module: fx.GraphModule, name: str, core: stand_in.StandIn) -> Any:
+    from torchair._ge_concrete_graph.fx2ge_converter import GeConcreteGraph
+    from torchair._utils.graph_transform_observer import GraphTransformObserver
+    from torchair.configs.compiler_config import CompilerConfig
+    from torchair.npu_fx_compiler import _NpuGraphConverter, _optimize_fx
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    graph_module = _on_device(graph_module)
+    inputs = _fake_inputs(graph_module, mode)
+    config = CompilerConfig()
+    # What is fused is decided by this compiler's passes, which say so; torchair's own patterns
+    # (addition and norm, norm and quantisation) would change the graph behind their backs.
+    config.experimental_config.pattern_fusion_pass = False
+    observer = GraphTransformObserver(graph_module, inputs, config)
+    with _quiet(), torch.no_grad():
+        graph_module = _optimize_fx(graph_module, config, observer)
+        target = GeConcreteGraph(config, name=name)
+        target.save_fx_graph(graph_module)
+        converter = _NpuGraphConverter(graph_module, graph=target, garbage_collect_values=False)
+        with core.as_torch_npu(), mode:
+            concrete = converter.run(*inputs)
+        concrete.optimize_graph_without_runtime(*inputs, observer=observer, aot_gm=graph_module)
+    return concrete.graph._proto  # the GraphDef inside torchair's wrapper
+
+
+def _count(graph: Any) -> dict[str, int]:
+    plumbing = ("Data", "RefData", "Const", "NetOutput")
+    return dict(sorted(Counter(op.type for op in graph.op if op.type not in plumbing).items()))
+
+
+def _cache_copies(graph: Any, caches: dict[str, str]) -> Iterator[CacheCopy]:
+    """TensorMoves that read a cache input, straight or through views."""
+    producers = {op.name: op for op in graph.op}
+    for op in graph.op:
+        if op.type != "TensorMove":
+            continue
+        source = op
+        while source.type in ("TensorMove", "Reshape", "Identity") and source.input:
+            source = producers[source.input[0].split(":")[0]]
+        if source.name in caches:
+            cause = "a functionalised write, whose in-place form the graph does not use"
+            yield CacheCopy(op.name, caches[source.name], cause)
+
+
+def _text(graph: Any) -> str:
+    from google.protobuf import text_format
+
+    return text_format.MessageToString(graph, as_utf8=True)
+
+
+def read_graph(proto: bytes) -> Any:
+    """A GraphDef from its bytes; needs the wheel's protobuf classes.
+
+    Raises:
+        CompileError: the torch-npu wheel is not installed.
+    """
+    load_torchair("9.0.0", next(iter(SOCS)))
+    from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef
+
+    graph = GraphDef()
+    graph.ParseFromString(proto)
+    return graph

@@ -1,0 +1,155 @@
+"""One case an op (or chain of ops) of the vocabulary, with legal dimensions."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridge.models.caches import CacheShape
+
+from .cases import make_case
+
+OPS = torch.ops.hybridge
+LATENT = CacheShape("latent_cache_0", 0, "latent", (1, 576))
+INDEXER = CacheShape("indexer_cache_0", 0, "indexer", (1, 128))
+
+
+def dsa_case(decode, heads=6, top_k=8):
+    tokens = 4 if decode else 8
+
+    def function(query, key, row, weights, indexer_query, latent_cache_0, indexer_cache_0, **batch):
+        where = batch["query_start"], batch["context_len"], batch["block_table"]
+        OPS.paged_write(indexer_cache_0, key, batch["slot_mapping"])
+        OPS.paged_write(latent_cache_0, row, batch["slot_mapping"])
+        chosen = OPS.lightning_indexer(indexer_query, weights, indexer_cache_0, *where, top_k=top_k)
+        return OPS.sparse_flash_attention(
+            query, latent_cache_0, chosen, *where, scale=0.07, value_dim=512
+        )
+
+    values = {
+        "latent_cache_0": torch.randn(5, 16, 1, 576),
+        "indexer_cache_0": torch.randn(5, 16, 1, 128),
+        "query": torch.randn(tokens, heads, 576),
+        "key": torch.randn(tokens, 1, 128),
+        "row": torch.randn(tokens, 1, 576),
+        "weights": torch.randn(tokens, 8),
+        "indexer_query": torch.randn(tokens, 8, 128),
+    }
+    return make_case(function, values, (LATENT, INDEXER), decode)
+
+
+def dense_case(decode):
+    tokens = 4 if decode else 8
+
+    def function(query, row, latent_cache_0, **batch):
+        where = batch["query_start"], batch["context_len"], batch["block_table"]
+        OPS.paged_write(latent_cache_0, row, batch["slot_mapping"])
+        return OPS.mla_attention(query, latent_cache_0, *where, scale=0.07, value_dim=512)
+
+    values = {
+        "latent_cache_0": torch.randn(5, 16, 1, 576),
+        "query": torch.randn(tokens, 8, 576),
+        "row": torch.randn(tokens, 1, 576),
+    }
+    return make_case(function, values, (LATENT,), decode)
+
+
+KDA_CACHES = (
+    CacheShape("kda_state_0", 0, "kda_state", (2, 16, 16)),
+    CacheShape("conv_state_0", 0, "conv_state", (96, 3)),
+)
+
+
+def kda_states():
+    return {"kda_state_0": torch.randn(3, 2, 16, 16), "conv_state_0": torch.randn(3, 96, 3)}
+
+
+def kda_prefill_case(lower_bound):
+    def function(qkv, gate, beta, conv_weight, a_log, dt_bias, kda_state_0, conv_state_0, **batch):
+        return OPS.kda_prefill(
+            *(qkv, gate, beta, conv_weight, a_log, dt_bias, conv_state_0, kda_state_0),
+            *(batch["query_start"], batch["context_len"], batch["state_slot"]),
+            lower_bound=lower_bound,
+        )
+
+    values = {
+        **kda_states(),
+        "qkv": torch.randn(8, 96),
+        "gate": torch.randn(8, 32),
+        "beta": torch.randn(8, 2),
+        "conv_weight": torch.randn(96, 4),
+        "a_log": torch.randn(2),
+        "dt_bias": torch.randn(32),
+    }
+    return make_case(function, values, KDA_CACHES)
+
+
+_WEIGHTS = ("in_weight", "f_b", "conv_weight", "a_log", "dt_bias", "norm", "o_weight")
+
+
+def kda_decode_case(low_rank_gate):
+    def function(x, kda_state_0, conv_state_0, g_b=None, **rest):
+        weights = {name: rest.pop(name) for name in _WEIGHTS}
+        return OPS.kda_decode(
+            *(x, weights["in_weight"], weights["f_b"], g_b, weights["conv_weight"]),
+            *(weights["a_log"], weights["dt_bias"], weights["norm"], weights["o_weight"]),
+            *(conv_state_0, kda_state_0, rest["context_len"], rest["state_slot"]),
+            lower_bound=-5.0,
+            norm_eps=1e-5,
+        )
+
+    rank, gate_rows = 8, 8 if low_rank_gate else 32
+    values = {
+        **kda_states(),
+        "x": torch.randn(4, 24),
+        "in_weight": torch.randn(96 + rank + 2 + gate_rows, 24) / 5,
+        "f_b": torch.randn(32, rank),
+        "conv_weight": torch.randn(96, 4),
+        "a_log": torch.randn(2),
+        "dt_bias": torch.randn(32),
+        "norm": torch.rand(16),
+        "o_weight": torch.randn(24, 32),
+    }
+    if low_rank_gate:
+        values["g_b"] = torch.randn(32, rank)
+    return make_case(function, values, KDA_CACHES, decode=True)
+
+
+def attn_res_case():
+    def function(sources, queries, prefix, **_):
+        numerator, top, total = OPS.attn_res_prepare(sources, queries, eps=1e-5)
+        return OPS.attn_res_update(prefix, queries[1], numerator[1], top[1], total[1], eps=1e-5)
+
+    values = {
+        "sources": torch.randn(3, 8, 32),
+        "queries": torch.randn(4, 32),
+        "prefix": torch.randn(8, 32),
+    }
+    return make_case(function, values)
+
+
+def moe_case(activation, mxfp4=False, renormalize=True):
+    def function(x, hidden, gate, bias, **rest):
+        ids, weights = OPS.moe_route(
+            hidden, gate, bias, top_k=3, renormalize=renormalize, scale=1.5
+        )
+        attributes = {"activation": activation, "beta": 4.0, "linear_beta": 25.0}
+        if mxfp4:
+            packed = (rest["up"], rest["up_scale"], rest["down"], rest["down_scale"])
+            return OPS.moe_experts_mxfp4(x, ids, weights, *packed, **attributes)
+        return OPS.moe_experts(x, ids, weights, rest["up"], rest["down"], **attributes)
+
+    values = {
+        "x": torch.randn(8, 128),
+        "hidden": torch.randn(8, 24),
+        "gate": torch.randn(6, 24),
+        "bias": torch.randn(6),
+    }
+    if mxfp4:
+        values["up"] = torch.randint(0, 256, (6, 256, 64), dtype=torch.uint8)
+        values["up_scale"] = torch.randint(118, 122, (6, 256, 4), dtype=torch.uint8)
+        values["down"] = torch.randint(0, 256, (6, 128, 64), dtype=torch.uint8)
+        values["down_scale"] = torch.randint(118, 122, (6, 128, 4), dtype=torch.uint8)
+    else:
+        values["up"] = torch.randn(6, 256, 128) / 11
+        values["down"] = torch.randn(6, 128, 128) / 11
+    return make_case(function, values)

@@ -1,0 +1,104 @@
+"""GE graphs by the real torchair: what they hold, read back from the protobuf."""
+
+import pytest
+import torch
+
+from hybridge.artifacts.errors import CompileError
+from hybridge.compiler.targets.ascend import convert as ge
+from hybridge.compiler.targets.ascend import stand_in
+
+from . import op_cases as cases
+
+pytestmark = pytest.mark.skipif(
+    stand_in.find_wheel() is None,
+    reason="needs the torch-npu wheel: pip install --no-deps torch-npu==2.13.0",
+)
+SOCS = ["ascend-a3", "ascend-950"]
+
+
+def convert(case, soc):
+    lowered = case.lower(soc, torch.bfloat16)
+    caches = {cache.name: cache.cache for cache in lowered.caches}
+    return ge.convert(
+        lowered.graph_module, caches, soc=soc, cann_version="9.0.0", name=lowered.phase
+    )
+
+
+@pytest.mark.parametrize("soc", SOCS)
+@pytest.mark.parametrize("decode", [False, True])
+def test_indexer_and_attention_copy_no_cache(soc, decode):
+    graph = convert(cases.dsa_case(decode), soc)
+    assert graph.nodes["LightningIndexer"] == 1
+    assert graph.nodes["SparseFlashAttention"] == 1
+    assert graph.nodes["ScatterNdUpdate"] == 3
+    assert (graph.cache_copies, graph.moves) == ((), 0)
+
+
+@pytest.mark.parametrize("soc", SOCS)
+def test_dense_attention(soc):
+    graph = convert(cases.dense_case(True), soc)
+    assert graph.nodes["FusedInferAttentionScore"] == 1
+    assert graph.cache_copies == ()
+
+
+@pytest.mark.parametrize("soc", SOCS)
+def test_kda(soc):
+    prefill = convert(cases.kda_prefill_case(-5.0), soc)
+    assert prefill.nodes["ChunkKdaFwd"] == 1
+    assert prefill.nodes.get("CausalConv1d", 0) == (soc == "ascend-950")
+    decode = convert(cases.kda_decode_case(False), soc)
+    assert decode.nodes["RecurrentGatedDeltaRule"] == 1
+    assert prefill.cache_copies == decode.cache_copies == ()
+
+
+def test_attention_residuals():
+    fused = convert(cases.attn_res_case(), "ascend-950")
+    assert fused.nodes["BlockAttnResPrepare"] == fused.nodes["BlockAttnResUpdate"] == 1
+    assert "CANN 9.0.0 has the GE operator BlockAttnResPrepare" in fused.unverified
+    assert "BlockAttnResPrepare" not in convert(cases.attn_res_case(), "ascend-a3").nodes
+
+
+@pytest.mark.parametrize("soc", SOCS)
+def test_experts(soc):
+    graph = convert(cases.moe_case("situ"), soc)
+    for operator in ("MoeGatingTopK", "MoeInitRoutingV3", "SituGlu", "MoeFinalizeRoutingV2"):
+        assert graph.nodes[operator] == 1
+    assert graph.nodes["GroupedMatmul"] == 2
+
+
+def test_mxfp4_experts():
+    graph = convert(cases.moe_case("situ", mxfp4=True), "ascend-950")
+    assert graph.nodes["DynamicMxQuant"] == graph.nodes["GroupedMatmul"] == 2
+    # A3 has no FP4: its weights are decoded when they are read.
+    assert "DynamicMxQuant" not in convert(cases.moe_case("situ", mxfp4=True), "ascend-a3").nodes
+
+
+def test_own_attributes_are_in_the_protobuf():
+    graph = ge.read_graph(convert(cases.kda_prefill_case(-5.0), "ascend-950").proto)
+    (node,) = [op for op in graph.op if op.type == "ChunkKdaFwd"]
+    assert node.attr["layout"].s == b"TND"
+    assert node.attr["state_v_first"].b
+    assert node.attr["lower_bound"].f == -5.0
+    names = [desc.name for desc in node.input_desc]
+    assert names[:5] == ["q", "k", "v", "g", "beta"]
+
+
+def test_what_cannot_be_converted_is_told_with_its_nodes():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 4)
+    put = graph.call_function(torch.ops.aten.index_put.default, (x, [x], x))
+    graph.output((put,))
+    module = torch.fx.GraphModule({}, graph)
+    with pytest.raises(CompileError, match=r"aten.index_put.default: index_put"):
+        ge.convert(module, {}, soc="ascend-950", cann_version="9.0.0", name="bad")
+
+
+def test_the_stand_in_refuses_what_needs_a_device():
+    core = ge.load_torchair("9.0.0", "ascend-950")
+    import torchair.core._backend as backend
+
+    with pytest.raises(stand_in.NeedsDeviceError, match="needs CANN or an NPU"):
+        backend.TorchNpuGraph("graph").compile()
+    with pytest.raises(stand_in.NeedsDeviceError), core.as_torch_npu():
+        __import__("torch_npu").npu.current_device()
