@@ -4,8 +4,8 @@
 #include <cfloat>
 #include <cmath>
 
-#include "math/scratch.h"
 #include "math/panel.h"
+#include "math/scratch.h"
 
 namespace hybridge::HYBRIDGE_ISA {
 namespace {
@@ -139,15 +139,17 @@ void load_tile(const AttentionArgs& args, const uint16_t* const* rows, int64_t c
 }
 #endif
 
-template <class Words, int kVectors>
+// `ahead`: the next tile's rows, which are fetched meanwhile if kFetch.
+template <class Words, int kVectors, bool kFetch>
 void score_rows(const typename Words::Element* const* rows, int64_t count, int64_t row,
-                const float* panel, float* scores, int64_t stride) {
+                const float* panel, float* scores, int64_t stride, RowsAhead ahead) {
   for (int64_t r = 0; r < count; r += kRowTile) {
     const typename Words::Element* tile[kRowTile];
     for (int64_t i = 0; i < kRowTile; ++i) tile[i] = rows[std::min(r + i, count - 1)];
     Lanes sums[kRowTile][kVectors];
     clear_sums(sums);
-    multiply_panel_rows<Words, kVectors>(tile, panel, kVectors * kWidth, row, sums);
+    multiply_panel_rows<Words, kVectors, kFetch>(tile, panel, kVectors * kWidth, row, sums,
+                                                 ahead + r);
     for (int i = 0; i < kRowTile; ++i) {
       for (int v = 0; v < kVectors; ++v) sums[i][v].store(scores + (r + i) * stride + v * kWidth);
     }
@@ -156,16 +158,19 @@ void score_rows(const typename Words::Element* const* rows, int64_t count, int64
 
 template <class Words>
 void score_tile(const AttentionArgs& args, const typename Words::Element* const* rows,
-                int64_t count, const Working& w) {
+                int64_t count, const Working& w, RowsAhead ahead) {
+  const int64_t row = args.cache.row;
   const float* panel = w.panels;
   for (int64_t lane = 0; lane < w.lanes; lane += kPanelLanes) {
+    float* scores = w.scores + lane;
     if (w.lanes - lane <= kWidth) {
-      score_rows<Words, 1>(rows, count, args.cache.row, panel, w.scores + lane, w.lanes);
+      score_rows<Words, 1, true>(rows, count, row, panel, scores, w.lanes, ahead);
+    } else if (lane == 0) {
+      score_rows<Words, kPanelVectors, true>(rows, count, row, panel, scores, w.lanes, ahead);
     } else {
-      score_rows<Words, kPanelVectors>(rows, count, args.cache.row, panel, w.scores + lane,
-                                       w.lanes);
+      score_rows<Words, kPanelVectors, false>(rows, count, row, panel, scores, w.lanes, ahead);
     }
-    panel += steps_of<Words>(args.cache.row) * kPanelLanes;
+    panel += steps_of<Words>(row) * kPanelLanes;
   }
 }
 
@@ -296,20 +301,28 @@ void attend(const AttentionArgs& args, const QueryBlock& block, const AttentionT
             const Working& w) {
   using Words = typename RowsAs<Stored>::Words;
   const Lanes scale = Lanes::broadcast(args.scale);
-  const Stored* rows[kTileRows];
   const typename Words::Element* readable[kTileRows];
-  for (int64_t at = task.first_row; at < task.end_row;) {
-    const int64_t first = at;
-    const int64_t count = next_rows(args, block, task.end_row, at, rows);
-    if (count == 0) break;
-    load_tile(args, rows, count, w, readable, Words());
-    score_tile<Words>(args, readable, count, w);
+  // The rows of this tile and of the next; where that has fewer, any address will do.
+  const Stored* rows[2][kTileRows];
+  std::fill_n(rows[0], 2 * kTileRows, static_cast<const Stored*>(args.cache.data));
+  int64_t at = task.first_row, first = at;
+  int64_t count = next_rows(args, block, task.end_row, at, rows[0]);
+  for (int64_t tile = 0; count > 0; ++tile) {
+    const int64_t next_first = at;
+    const Stored** next = rows[(tile + 1) % 2];
+    const int64_t next_count = next_rows(args, block, task.end_row, at, next);
+    load_tile(args, rows[tile % 2], count, w, readable, Words());
+    const char* ahead[kTileRows];
+    for (int64_t r = 0; r < kTileRows; ++r) ahead[r] = reinterpret_cast<const char*>(next[r]);
+    score_tile<Words>(args, readable, count, w, ahead);
     if (block.positions == nullptr) mask_future(args, block, first, count, w);
     for (int64_t lane = 0; lane < w.lanes; lane += kWidth) {
       soften_lanes<Words>(w, count, lane, scale);
     }
     rescale_sums(w, block.queries);
     add_values<Words>(w, count, block.queries);
+    first = next_first;
+    count = next_count;
   }
 }
 

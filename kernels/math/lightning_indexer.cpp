@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
+#include "math/panel.h"
 #include "math/scratch.h"
 #include "math/top_k.h"
-#include "math/panel.h"
 
 namespace hybridge::HYBRIDGE_ISA {
 namespace {
@@ -60,12 +60,12 @@ void pack_token(const LightningIndexerArgs& args, int64_t token, int64_t slot,
 }
 
 // totals[i] += weights * relu(rows[i] . queries), lane by lane over the heads of one panel.
-template <class Words, int kVectors>
+template <class Words, int kVectors, bool kFetch>
 void add_heads(const typename Words::Element* const* rows, const float* panel, int64_t row,
-               const float* weights, Lanes (&totals)[kRowTile]) {
+               const float* weights, Lanes (&totals)[kRowTile], RowsAhead ahead) {
   Lanes sums[kRowTile][kVectors];
   clear_sums(sums);
-  multiply_panel_rows<Words, kVectors>(rows, panel, kVectors * kWidth, row, sums);
+  multiply_panel_rows<Words, kVectors, kFetch>(rows, panel, kVectors * kWidth, row, sums, ahead);
   for (int v = 0; v < kVectors; ++v) {
     const Lanes weight = Lanes::load(weights + v * kWidth);
     for (int i = 0; i < kRowTile; ++i) {
@@ -74,17 +74,20 @@ void add_heads(const typename Words::Element* const* rows, const float* panel, i
   }
 }
 
-// The scores of kRowTile keys for one token.
+// The scores of kRowTile keys for one token. `ahead`: keys to fetch meanwhile, or nullptr.
 template <class Words>
 void score_tile(const typename Words::Element* const* rows, const float* panel,
-                const float* weights, int64_t heads, int64_t row, float* scores) {
+                const float* weights, int64_t heads, int64_t row, float* scores, RowsAhead ahead) {
   Lanes totals[kRowTile];
   for (Lanes& total : totals) total = Lanes::zero();
   for (int64_t head = 0; head < heads; head += kPanelLanes) {
+    const float* head_weights = weights + head;
     if (heads - head <= kWidth) {
-      add_heads<Words, 1>(rows, panel, row, weights + head, totals);
+      add_heads<Words, 1, false>(rows, panel, row, head_weights, totals, nullptr);
+    } else if (head == 0 && ahead != nullptr) {
+      add_heads<Words, kPanelVectors, true>(rows, panel, row, head_weights, totals, ahead);
     } else {
-      add_heads<Words, kPanelVectors>(rows, panel, row, weights + head, totals);
+      add_heads<Words, kPanelVectors, false>(rows, panel, row, head_weights, totals, nullptr);
     }
     panel += steps_of<Words>(row) * kPanelLanes;
   }
@@ -102,18 +105,28 @@ void score_keys(const LightningIndexerArgs& args, const TokenGroup& group,
                 const PackedQueries& packed, int64_t begin, int64_t end, float* widened,
                 float* scores, int64_t stride) {
   using Words = typename RowsAs<Stored>::Words;
-  for (int64_t key = begin; key < end; key += kRowTile) {
-    const int64_t count = std::min<int64_t>(kRowTile, end - key);
-    const Stored* rows[kRowTile];
-    row_pointers(args.cache, group.sequence, key, count, rows);
+  // The rows of this tile and of the next.
+  const Stored* rows[2][kRowTile];
+  int64_t count = std::min<int64_t>(kRowTile, end - begin);
+  row_pointers(args.cache, group.sequence, begin, count, rows[0]);
+  for (int64_t key = begin, tile = 0; key < end; key += kRowTile, ++tile) {
     const typename Words::Element* readable[kRowTile];
-    readable_rows(rows, count, args.cache.row, widened, readable);
+    readable_rows(rows[tile % 2], count, args.cache.row, widened, readable);
+    count = std::clamp<int64_t>(end - key - kRowTile, 0, kRowTile);
+    const Stored** next = rows[(tile + 1) % 2];
+    if (count > 0) row_pointers(args.cache, group.sequence, key + kRowTile, count, next);
+    const char* ahead[kRowTile];
+    for (int64_t i = 0; i < kRowTile; ++i) {
+      ahead[i] = reinterpret_cast<const char*>(i < count ? next[i] : rows[tile % 2][0]);
+    }
+    bool first = true;
     for (int64_t i = 0; i < group.tokens; ++i) {
       const int64_t visible = group.first_position + i + 1;
       if (!must_choose(args, visible) || key >= visible) continue;
       score_tile<Words>(readable, packed.panels + i * packed.panel_stride,
                         packed.weights + i * packed.weight_stride, args.heads, args.cache.row,
-                        scores + i * stride + key);
+                        scores + i * stride + key, first ? ahead : nullptr);
+      first = false;
     }
   }
 }

@@ -20,6 +20,8 @@ constexpr int64_t kSplitRows = kWidth / 2;
 constexpr int64_t kDotTaskBytes = 128 << 10;
 // Bytes of packed x that a task keeps in its core's cache while weight rows pass by.
 constexpr int64_t kBlockBytes = 512 << 10;
+// How far ahead of the products weight rows are fetched.
+constexpr int64_t kFetchBytes = 1024;
 constexpr int64_t kTaskOutputs = 32 * kRowTile;
 
 template <class Weight>
@@ -47,7 +49,12 @@ void multiply_and_store(const typename Words::Element* const* weight_rows, const
                         int64_t out_stride, bool split) {
   Lanes sums[kRowTile][kVectors];
   clear_sums(sums);
-  multiply_panel_rows<Words, kVectors, kFetch>(weight_rows, panel, kVectors * kWidth, inputs, sums);
+  const char* ahead[kRowTile];
+  for (int i = 0; i < kRowTile; ++i) {
+    ahead[i] = reinterpret_cast<const char*>(weight_rows[i]) + kFetchBytes;
+  }
+  multiply_panel_rows<Words, kVectors, kFetch>(weight_rows, panel, kVectors * kWidth, inputs, sums,
+                                               ahead);
   alignas(64) float tile[kRowTile][kVectors * kWidth];
   for (int i = 0; i < kRowTile; ++i) {
     for (int v = 0; v < kVectors; ++v) sums[i][v].store(tile[i] + v * kWidth);

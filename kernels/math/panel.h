@@ -22,6 +22,9 @@ namespace HYBRIDGE_ISA {
 constexpr int kPanelVectors = 2;
 constexpr std::int64_t kPanelLanes = kPanelVectors * kWidth;
 
+constexpr std::int64_t kWordBytes = 4;
+constexpr std::int64_t kLineWords = 16;  // in a cache line
+
 // Products of float32 words.
 struct FloatWords {
   using Element = float;
@@ -62,16 +65,17 @@ constexpr std::int64_t panel_lanes(std::int64_t vectors) {
   return vectors >= kPanelLanes ? kPanelLanes : round_up(vectors, kWidth);
 }
 
-// How far ahead rows are fetched that come from memory: kRowTile of them are read side by side,
-// more streams than the hardware follows well.
-constexpr std::int64_t kFetchBytes = 1024;
+// Rows that will be read next, one for each row being multiplied: fetched into the cache at the
+// same pace. kRowTile rows read side by side are more streams than the hardware follows well, and
+// rows of a paged cache are where it cannot guess. nullptr: fetch nothing.
+using RowsAhead = const char* const*;
 
 // sums[i][v] += sum over steps of word(rows[i] + step * row_step) * panel[step * lanes + v lanes].
 // `row_step` is in elements; it is the elements of a word where rows are contiguous.
 template <class Words, int kVectors, bool kFetch = false>
 inline void multiply_panel(const typename Words::Element* const* rows, std::int64_t row_step,
                            const float* panel, std::int64_t lanes, std::int64_t steps,
-                           Lanes (&sums)[kRowTile][kVectors]) {
+                           Lanes (&sums)[kRowTile][kVectors], RowsAhead ahead = nullptr) {
   const typename Words::Element* row[kRowTile];
   Lanes sum[kRowTile][kVectors];
 #pragma GCC unroll 8
@@ -81,11 +85,9 @@ inline void multiply_panel(const typename Words::Element* const* rows, std::int6
     for (int v = 0; v < kVectors; ++v) sum[i][v] = sums[i][v];
   }
   for (std::int64_t step = 0, at = 0; step < steps; ++step, at += row_step, panel += lanes) {
-    if (kFetch && step % 16 == 0) {
+    if (kFetch && step % kLineWords == 0) {
 #pragma GCC unroll 8
-      for (int i = 0; i < kRowTile; ++i) {
-        prefetch(reinterpret_cast<const char*>(row[i] + at) + kFetchBytes);
-      }
+      for (int i = 0; i < kRowTile; ++i) prefetch(ahead[i] + step * kWordBytes);
     }
     Lanes right[kVectors];
 #pragma GCC unroll 2
@@ -109,9 +111,9 @@ inline void multiply_panel(const typename Words::Element* const* rows, std::int6
 template <class Words, int kVectors, bool kFetch = false>
 inline void multiply_panel_rows(const typename Words::Element* const* rows, const float* panel,
                                 std::int64_t lanes, std::int64_t elements,
-                                Lanes (&sums)[kRowTile][kVectors]) {
+                                Lanes (&sums)[kRowTile][kVectors], RowsAhead ahead = nullptr) {
   const std::int64_t whole = elements / Words::kElements;
-  multiply_panel<Words, kVectors, kFetch>(rows, Words::kElements, panel, lanes, whole, sums);
+  multiply_panel<Words, kVectors, kFetch>(rows, Words::kElements, panel, lanes, whole, sums, ahead);
   if (whole * Words::kElements == elements) return;
   typename Words::Element last[kRowTile][2] = {};
   const typename Words::Element* padded[kRowTile];
