@@ -57,11 +57,13 @@ class StagingFolder:
             ArtifactError: the target exists and ``overwrite`` is False.
         """
         _sync_tree(self.path)
-        if overwrite and self.target.exists():
+        try:
+            self._rename()
+        except ArtifactError:
+            if not overwrite or not self.target.is_dir():
+                raise
             _exchange(self.path, self.target)
             shutil.rmtree(self.path, ignore_errors=True)
-        else:
-            self._rename()
         _sync_folder(self.target.parent)
         self._release()
 

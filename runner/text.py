@@ -29,16 +29,22 @@ class Text:
         return text
 
     def stream(self, token_ids: Iterable[int]) -> Iterator[str]:
-        """Text piece by piece, as tokens come; a character split over tokens comes when whole."""
+        """Text piece by piece, as tokens come; a character split over tokens comes when whole.
+
+        Only the tokens of the last piece and of the next are decoded each time: a decoder may treat
+        the first token it sees in its own way, so the piece before gives the next its context.
+        """
         tokens: list[int] = []
-        given = ""
+        context = given = 0  # first token of the last piece, and first not yet given
         for token in token_ids:
             tokens.append(token)
-            text = self.decode(tokens)
-            if not text.endswith(_INCOMPLETE) and len(text) > len(given):
-                yield text[len(given) :]
-                given = text
-        rest = self.decode(tokens)[len(given) :]
+            before = self.decode(tokens[context:given])
+            text = self.decode(tokens[context:])
+            if not text.endswith(_INCOMPLETE) and len(text) > len(before):
+                yield text[len(before) :]
+                context, given = given, len(tokens)
+        before = self.decode(tokens[context:given])
+        rest = self.decode(tokens[context:])[len(before) :]
         if rest:
             yield rest
 

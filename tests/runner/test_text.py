@@ -58,6 +58,18 @@ def test_a_stream_never_splits_a_character(tmp_path: Path, byte_tokenizer: bytes
     assert "\ufffd" in cut[-1]  # what is incomplete in the end is shown as such
 
 
+def test_a_stream_keeps_the_spaces_between_words(tmp_path: Path) -> None:
+    """A decoder that drops the space of the first token it sees must see it once only."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"\u2581one": 0, "\u2581two": 1, "\u2581three": 2}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "\u2581one"))
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    path = write_with_tokenizer(tmp_path / "a", tokenizer.to_str().encode())
+    text = load_text(open_artifact(path))
+    pieces = list(text.stream([0, 1, 2, 2, 0]))
+    assert pieces == ["one", " two", " three", " three", " one"]
+
+
 def test_no_tokenizer(toy_artifact: Path) -> None:
     with pytest.raises(RunError, match=r"no tokenizer.json") as caught:
         load_text(open_artifact(toy_artifact))
