@@ -16,13 +16,14 @@ COLUMNS = ("matches", "expected", "refusals", "nodes before", "after", "seconds"
 
 
 def read_passes(artifact: Path) -> tuple[Manifest, PassRecords]:
-    """The manifest, and the pass records of each phase with their seconds.
+    """The manifest, and the pass records of each phase (prefill first) with their seconds.
 
     Raises:
         ArtifactError: the folder is no artifact, or its manifest is damaged.
     """
     manifest, _ = read_manifest(artifact)
-    return manifest, passes_with_seconds(manifest, read_report(artifact))
+    passes = passes_with_seconds(manifest, read_report(artifact))
+    return manifest, {phase: passes[phase] for phase in sorted(passes, reverse=True)}
 
 
 def artifact_document(artifact: Path, manifest: Manifest, passes: PassRecords) -> dict[str, Any]:
@@ -118,14 +119,16 @@ def describe_pass(passes: PassRecords) -> str:
 
 
 def _describe_record(phase: str, record: Mapping[str, Any]) -> str:
-    lines = [
-        f"{record['name']}, {phase}",
-        f"  matches   {record['matches']} (expected at least {record['expected']})",
-        f"  nodes     {record['nodes_before']} -> {record['nodes_after']}",
-        f"  seconds   {record['seconds']:.2f}",
-        *(f"  {name:<9} {value}" for name, value in record["extra"].items()),
-        f"  refusals  {len(record['refusals'])}",
-    ]
+    facts = {
+        "matches": f"{record['matches']} (expected at least {record['expected']})",
+        "nodes": f"{record['nodes_before']} -> {record['nodes_after']}",
+        "seconds": f"{record['seconds']:.2f}",
+        **{name.replace("_", " "): value for name, value in record["extra"].items()},
+        "refusals": len(record["refusals"]),
+    }
+    width = max(map(len, facts))
+    lines = [f"{record['name']}, {phase}"]
+    lines += [f"  {name:<{width}}  {value}" for name, value in facts.items()]
     for refusal in record["refusals"]:
         lines.append(f"    {refusal['node']}")
         lines += [f"      {key:<8}{refusal[key]}" for key in ("rule", "reason", "remedy")]
