@@ -5,6 +5,9 @@ weights, or of weights derived before) and what the transform needs:
 
     {"transform": "concat", "inputs": [...], "axis": 0}
     {"transform": "reshape", "inputs": [one], "shape": [...]}
+    {"transform": "permute", "inputs": [one], "order": [...]}
+    {"transform": "slice", "inputs": [one], "axis": 0, "start": 0, "stop": 8}
+    {"transform": "exp" or "neg", "inputs": [one]}  elementwise, in fp32
     {"transform": "product", "inputs": [...], "shape": [...]}   elementwise in fp32, each reshaped first
     {"transform": "stack", "inputs": [...]}         along a new first axis
 """
@@ -33,9 +36,18 @@ def _product(inputs: list[Tensor], recipe: Recipe) -> Tensor:
 _TRANSFORMS: dict[str, Callable[[list[Tensor], Recipe], Tensor]] = {
     "concat": lambda inputs, recipe: torch.cat(inputs, dim=recipe["axis"]),
     "reshape": lambda inputs, recipe: inputs[0].reshape(tuple(recipe["shape"])),
+    "permute": lambda inputs, recipe: inputs[0].permute(tuple(recipe["order"])),
+    "slice": lambda inputs, recipe: inputs[0].narrow(
+        recipe["axis"], recipe["start"], recipe["stop"] - recipe["start"]
+    ),
     "product": _product,
+    "exp": lambda inputs, _: inputs[0].to(torch.float32).exp(),
+    "neg": lambda inputs, _: -inputs[0].to(torch.float32),
     "stack": lambda inputs, recipe: torch.stack(inputs),
 }
+
+#: Transforms that move values and change none: the result can keep the inputs' dtype.
+MOVES = frozenset({"concat", "reshape", "permute", "slice", "stack"})
 
 
 def apply_recipe(recipe: Recipe, inputs: list[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -32,8 +33,10 @@ from torch.fx.graph import CodeGen
 from hybridge.artifacts.errors import CompileError
 from hybridge.artifacts.manifest import TensorSpec
 from hybridge.compiler.targets.onnx.finish import finish_model
+from hybridge.compiler.targets.onnx.fold_weights import fold_weights
 from hybridge.compiler.targets.onnx.functionalise import functionalise
 from hybridge.compiler.targets.onnx.functions import OPSET
+from hybridge.compiler.targets.onnx.lower_einsum import lower_einsum
 from hybridge.compiler.targets.onnx.lower_linear import lower_linear
 from hybridge.compiler.targets.onnx.storage import (
     DTypes,
@@ -110,8 +113,11 @@ def _lower(traced: TracedPhase) -> GraphModule:
     source = traced.graph_module
     gm = GraphModule(source, copy.deepcopy(source.graph))
     gm.meta.update(source.meta)
+    gm.meta["derived_weights"] = dict(source.meta.get("derived_weights", {}))
     mark_weights(gm, traced.weights)
     lower_linear(gm)
+    lower_einsum(gm)
+    fold_weights(gm)
     return gm
 
 
@@ -134,7 +140,7 @@ def _program(traced: TracedPhase, gm: GraphModule) -> ExportedProgram:
     """`gm` as an exported program without effects: every output is the user's."""
     lifted = {spec.arg.name: spec for spec in traced.program.graph_signature.input_specs}
     inputs: list[InputSpec] = []
-    state: dict[str, torch.nn.Parameter] = {}
+    state: dict[str, torch.Tensor | torch.nn.Parameter] = {}
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             continue
@@ -146,7 +152,8 @@ def _program(traced: TracedPhase, gm: GraphModule) -> ExportedProgram:
             inputs.append(InputSpec(InputKind.USER_INPUT, argument, None))
         else:
             inputs.append(lifted[node.name])
-    results = [node.name for node in gm.graph.output_node().args[0]]
+    returned: Any = gm.graph.output_node().args[0]
+    results = [str(node.name) for node in returned]
     outputs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name), None) for name in results]
     gm.graph.set_codegen(CodeGen())
     gm.recompile()

@@ -63,11 +63,9 @@ def finish_model(
     _drop_unused(graph)
     _externalise(graph, weights)
     symbols = _symbols(graph)
-    results = [*graph.inputs, *graph.outputs]
-    specs = [_spec(value, symbols) for value in results]
+    _rename_sizes(graph, symbols)
+    specs = [_spec(value) for value in (*graph.inputs, *graph.outputs)]
     _forget_traces(model)
-    for value, spec in zip(results, specs, strict=True):
-        value.shape = ir.Shape(spec.shape)
     _attach_functions(model)
     proto = ir.serde.serialize_model(model)
     count = len(graph.inputs)
@@ -111,15 +109,23 @@ def _symbols(graph: ir.Graph) -> dict[str, str]:
     return found
 
 
-def _spec(value: ir.Value, symbols: Mapping[str, str]) -> TensorSpec:
+def _rename_sizes(graph: ir.Graph, symbols: Mapping[str, str]) -> None:
+    for value in (*graph.inputs, *(item for node in graph for item in node.outputs)):
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [
+                    size if isinstance(size, int) else _renamed(str(size.value), symbols)
+                    for size in value.shape
+                ]
+            )
+
+
+def _spec(value: ir.Value) -> TensorSpec:
     assert value.shape is not None
     assert value.dtype is not None
     element = from_onnx(value.dtype.value)
     assert element is not None
-    sizes = tuple(
-        size if isinstance(size, int) else _renamed(str(size.value), symbols)
-        for size in value.shape
-    )
+    sizes = tuple(size if isinstance(size, int) else str(size.value) for size in value.shape)
     return TensorSpec(str(value.name), element.name, sizes)
 
 
@@ -129,21 +135,18 @@ def _renamed(size: str, symbols: Mapping[str, str]) -> str:
 
 
 def _forget_traces(model: ir.Model) -> None:
-    """Drop what names sources, modules and symbols; a runtime infers types and shapes by itself."""
+    """Drop what names source files, modules and the exporter."""
     model.producer_name, model.producer_version = "hybridge", None
     graph = model.graph
     model.metadata_props.clear()
     graph.metadata_props.clear()
-    kept = {*graph.inputs, *graph.outputs, *graph.initializers.values()}
-    for value in kept:
+    for value in (*graph.inputs, *graph.initializers.values()):
         value.metadata_props.clear()
     for node in ir.traversal.RecursiveGraphIterator(graph):
         node.metadata_props.clear()
         node.doc_string = None
         for value in node.outputs:
             value.metadata_props.clear()
-            if value not in kept:
-                value.type, value.shape = None, None
 
 
 def _attach_functions(model: ir.Model) -> None:

@@ -143,7 +143,8 @@ def _hand_over(node: Node, op: FusedOp, results: list[Node], graph: Graph) -> No
         node.replace_all_uses_with(results[0])
     else:
         for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
+            place: Any = user.args[1]
+            user.replace_all_uses_with(results[place])
             graph.erase_node(user)
     graph.erase_node(node)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from hybridge.ir.derived import MOVES, Recipe
 from hybridge.ir.signature import weight_name
 from hybridge.ops import find
 
@@ -22,6 +23,7 @@ _READS_BF16 = {
     "linear": ("weight",),
     "rms_norm": ("weight",),
     "kda_decode": ("in_weight", "f_b_weight", "g_b_weight", "o_weight"),
+    "moe_route": ("gate_weight",),
     "moe_experts": ("gate_up", "down"),
 }
 
@@ -40,7 +42,8 @@ def weight_dtypes(graphs: Iterable[GraphModule], stored: DTypes) -> dict[str, to
     for gm in graphs:
         for node in weight_nodes(gm.graph):
             name = str(weight_name(node))
-            wanted = _dtype(node, stored.get(name, torch.float32))
+            recipes = gm.meta.get("derived_weights", {})
+            wanted = _dtype(node, _stored(name, recipes, stored))
             found[name] = wanted if found.get(name, wanted) is wanted else torch.float32
     return found
 
@@ -71,6 +74,15 @@ def _dtype(node: Node, stored: torch.dtype) -> torch.dtype:
     if traced is not torch.float32 or stored is not torch.bfloat16:
         return traced
     return stored if all(_reads_bf16(user, node) for user in node.users) else traced
+
+
+def _stored(name: str, recipes: Mapping[str, Recipe], stored: DTypes) -> torch.dtype:
+    """The type of a weight, or the one that a derived weight can have without losing any bit."""
+    if name not in recipes:
+        return stored.get(name, torch.float32)
+    recipe = recipes[name]
+    inputs = {_stored(each, recipes, stored) for each in recipe["inputs"]}
+    return inputs.pop() if len(inputs) == 1 and recipe["transform"] in MOVES else torch.float32
 
 
 def _reads_bf16(user: Node, weight: Node) -> bool:

@@ -1,13 +1,13 @@
-"""How torch's exporter writes the nodes it does not know: the vocabulary, and a sort that keeps ties in order."""
+"""What torch's exporter is told: how to write the vocabulary, and some aten ops better."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from onnxscript import opset18, values
+from onnxscript import values
 
+from hybridge.compiler.targets.onnx.aten import aten_table
 from hybridge.compiler.targets.onnx.schemas import DOMAIN, VERSION, register_schemas
 from hybridge.ops import FusedOp, vocabulary
 
@@ -15,10 +15,10 @@ TranslationTable = dict[Callable[..., Any], Callable[..., Any]]
 
 
 def translation_table() -> TranslationTable:
-    """`custom_translation_table` of `torch.onnx.export`: the vocabulary without effects, and sort."""
+    """`custom_translation_table` of `torch.onnx.export`: the vocabulary without effects, and aten."""
     register_schemas()
     ops = {op.functional: _translation(op) for op in vocabulary.values()}
-    return {**ops, torch.ops.aten.sort.stable: _stable_sort}
+    return {**ops, **aten_table()}
 
 
 def _translation(op: FusedOp) -> Callable[..., Any]:
@@ -28,11 +28,3 @@ def _translation(op: FusedOp) -> Callable[..., Any]:
         return getattr(values.Opset(DOMAIN, VERSION), op.onnx_type)(*inputs, **given)
 
     return translate
-
-
-def _stable_sort(
-    x: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False
-) -> Any:
-    """Sort by a TopK of everything: among equal values it takes the lowest index first (tested)."""
-    size = opset18.Gather(opset18.Shape(x), opset18.Constant(value_ints=[dim]), axis=0)
-    return opset18.TopK(x, size, axis=dim, largest=int(descending), sorted=1)

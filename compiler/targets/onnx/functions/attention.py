@@ -12,6 +12,8 @@ from hybridge.compiler.targets.onnx.functions.batch import (
     token_rows,
 )
 from hybridge.compiler.targets.onnx.functions.builder import (
+    FLOAT,
+    INT64,
     Expression,
     arange,
     concat,
@@ -54,7 +56,7 @@ def lightning_indexer(
 
     # A padding token looks at one row, so that no step is empty; its result is dropped.
     scanned = [query.fp32(), head_weights.fp32(), tables, _at_least_one(visible, rows.valid)]
-    (positions,) = scan(token, [], scanned, 1)
+    (positions,) = scan(token, [], scanned, [(INT64, 1)])
     return (op.Where(rows.valid.unsqueeze(-1), positions, -1).int32(),)
 
 
@@ -79,7 +81,7 @@ def sparse_flash_attention(
         found = cache_rows(latent_cache, table, op.Max(chosen, 0))
         return [], [_attend(q, found, keep, scale, value_dim)]
 
-    (output,) = scan(token, [], [query.fp32(), tables, wanted], 1)
+    (output,) = scan(token, [], [query.fp32(), tables, wanted], [(FLOAT, 2)])
     return (output.like(query),)
 
 
@@ -104,7 +106,7 @@ def mla_attention(
         return [], [_attend(q, found, keep, scale, value_dim)]
 
     scanned = [query.fp32(), tables, _at_least_one(visible, rows.valid), rows.valid]
-    (output,) = scan(token, [], scanned, 1)
+    (output,) = scan(token, [], scanned, [(FLOAT, 2)])
     return (output.like(query),)
 
 

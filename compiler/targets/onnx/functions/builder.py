@@ -20,6 +20,9 @@ import onnx_ir as ir
 
 OPSET = 18  # the version torch's exporter emits; a function must import what its model imports
 
+FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
+Kind = tuple[ir.DataType, int]  # element type, rank
+
 _OPEN: ContextVar[Builder] = ContextVar("open builder")
 
 
@@ -221,7 +224,7 @@ def scan(
     step: Callable[..., tuple[list[Expression], list[Expression]]],
     carried: Sequence[Expression],
     scanned: Sequence[Expression],
-    outputs: int,
+    results: Sequence[Kind],
 ) -> tuple[Expression, ...]:
     """Walk axis 0 of `scanned`.
 
@@ -229,7 +232,8 @@ def scan(
         step: (*carried, *slices) -> (new carried, outputs of this step).
         carried: initial values of what a step hands to the next.
         scanned: what is walked, one slice a step.
-        outputs: how many values a step puts out.
+        results: type and rank of what a step returns, carried values first (onnxruntime's Scan must
+            know them before it runs).
 
     Returns:
         The last carried values, then each output stacked over the steps.
@@ -237,10 +241,12 @@ def scan(
     inner = Builder(_OPEN.get().names)
     arguments = [inner.fresh("step") for _ in range(len(carried) + len(scanned))]
     with inner.opened():
-        handed_on, results = step(*arguments)
-    body = inner.graph("scan_body", arguments, [*handed_on, *results])
-    count = len(carried) + outputs
-    return many("Scan", count, *carried, *scanned, body=body, num_scan_inputs=len(scanned))
+        handed_on, outputs = step(*arguments)
+    body = inner.graph("scan_body", arguments, [*handed_on, *outputs])
+    for value, kind in zip(body.outputs, results, strict=True):
+        value.type, value.shape = ir.TensorType(kind[0]), ir.Shape([None] * kind[1])
+    inputs = (*carried, *scanned)
+    return many("Scan", len(results), *inputs, body=body, num_scan_inputs=len(scanned))
 
 
 def loop(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hybridge.compiler.targets.onnx.functions.batch import TokenRows, token_rows, write_rows
 from hybridge.compiler.targets.onnx.functions.builder import (
+    FLOAT,
     Expression,
     arange,
     op,
@@ -113,7 +114,7 @@ def _recurrence(
         read = (q.unsqueeze(-2) @ updated).squeeze(-2)
         return [op.Where(live.unsqueeze(1, 2, 3), updated, memory)], [read]
 
-    memory, outputs = scan(step, [start], [*per_step, active], 1)
+    memory, outputs = scan(step, [start], [*per_step, active], [(FLOAT, 4), (FLOAT, 3)])
     flat = outputs.reshape(-1, value.dim(1), value.dim(2))
     place = batch.rows.offset * batch.start.dim(0) + batch.rows.sequence
     found = flat.take(op.Where(batch.token_active, place, 0))

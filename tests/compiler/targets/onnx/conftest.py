@@ -1,0 +1,121 @@
+"""One small K3.1 model with random weights, its phases traced and emitted once a test process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import Tensor
+
+from hybridge.compiler.targets.onnx.emit import EmittedGraph, emit_onnx
+from hybridge.compiler.trace import TracedPhase, trace
+from hybridge.ir.derived import materialise
+from hybridge.models.batch import PHASES
+from hybridge.models.config import ModelConfig
+from hybridge.models.model import HybridModel
+from hybridge.models.presets import preset, scale
+from hybridge.models.session import EagerSession
+
+
+@dataclass(frozen=True)
+class Emitted:
+    config: ModelConfig
+    model: HybridModel
+    traced: dict[str, TracedPhase]
+    graphs: dict[str, EmittedGraph]
+
+
+def random_model(config: ModelConfig, dtype: torch.dtype) -> HybridModel:
+    """Random weights; matrices are representable in `dtype`."""
+    torch.manual_seed(0)
+    model = HybridModel(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is torch.uint8:
+            low, high = (118, 126) if name.endswith("scale") else (0, 256)
+            parameter.data = torch.randint(low, high, parameter.shape, dtype=torch.uint8)
+        else:
+            values = torch.randn(parameter.shape) * parameter.shape[-1] ** -0.5
+            near_one = name.endswith("norm.weight")
+            parameter.data = (values + near_one).to(dtype).to(torch.float32)
+    return model.eval()
+
+
+def emit_model(config: ModelConfig, dtype: torch.dtype) -> Emitted:
+    model = random_model(config, dtype)
+    traced = [trace(config, phase, block_size=16) for phase in PHASES]
+    stored = {
+        name: parameter.dtype if parameter.dtype is torch.uint8 else dtype
+        for name, parameter in model.named_parameters()
+    }
+    graphs = emit_onnx(traced, stored)
+    return Emitted(config, model, {phase.phase: phase for phase in traced}, graphs)
+
+
+@pytest.fixture(scope="session")
+def emitted() -> Emitted:
+    """K3.1 with four layers, fp32 weights."""
+    return emit_model(scale(preset("kimi-k3.1-tiny"), layers=4), torch.float32)
+
+
+class StockSession(EagerSession):
+    """The eager session's bookkeeping, with the graphs in onnxruntime without the native library."""
+
+    def __init__(self, emitted: Emitted, folder: Any, **sizes: int) -> None:
+        super().__init__(emitted.model, **sizes)
+        self.sessions = {
+            phase: self._load(emitted, graph, folder) for phase, graph in emitted.graphs.items()
+        }
+
+    def _load(
+        self, emitted: Emitted, graph: EmittedGraph, folder: Any
+    ) -> onnxruntime.InferenceSession:
+        parameters = dict(emitted.model.named_parameters())
+        (folder / "weights").touch()
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(folder)
+        )
+        self.held = getattr(self, "held", [])
+        names, values = [], []
+        for weight in graph.weights:
+            value = materialise(weight.name, graph.recipes, lambda name: parameters[name].data)
+            names.append(weight.name)
+            values.append(ort_value(value.to(weight.dtype)))
+        self.held.append(values)
+        options.add_external_initializers(names, values)
+        return onnxruntime.InferenceSession(graph.model, options)
+
+    def step(self, new_tokens: list[Tensor], phase: str = "prefill", padding: int = 0) -> Tensor:
+        feeds = {name: value.numpy() for name, value in self.batch(new_tokens, padding).items()}
+        feeds |= {name: value.numpy() for name, value in self.caches.items()}
+        session = self.sessions[phase]
+        wanted = {item.name for item in session.get_inputs()}
+        logits, *caches = session.run(None, {k: v for k, v in feeds.items() if k in wanted})
+        self.caches = {
+            name: torch.from_numpy(value) for name, value in zip(self.caches, caches, strict=True)
+        }
+        self.advance(new_tokens)
+        return torch.from_numpy(logits)
+
+
+def ort_value(value: Tensor) -> onnxruntime.OrtValue:
+    value = value.detach().contiguous()
+    if value.dtype is torch.bfloat16:
+        bits = value.view(torch.uint16).numpy()
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            bits, onnx.TensorProto.BFLOAT16
+        )
+    return onnxruntime.OrtValue.ortvalue_from_numpy(np.asarray(value.numpy()))
+
+
+@pytest.fixture
+def stock(emitted: Emitted, tmp_path: Any) -> StockSession:
+    """Three sequences of up to 40 tokens."""
+    return StockSession(emitted, tmp_path, rows=3, max_context=40)
