@@ -54,9 +54,11 @@ inline void pack_row(PairSteps, const float* from, std::int64_t first, std::int6
 constexpr std::int64_t kFetchWords = 16;
 
 // 16 words of each of kWidth weight rows, word-major: tile[word * kWidth + row]. Rows beyond
-// `rows` and bytes beyond `bytes` are zero and not read.
+// `rows` and bytes beyond `bytes` are zero and not read. The same words `ahead` bytes further are
+// fetched for the next panel: so many streams at once are beyond the hardware's own prefetcher.
 inline void fetch_words(const char* from, std::int64_t stride, std::int64_t rows,
-                        std::int64_t bytes, float* tile) {
+                        std::int64_t bytes, std::int64_t ahead, float* tile) {
+  for (std::int64_t r = 0; r < kWidth; ++r) prefetch_far(from + r * stride + ahead);
   char padded[kWidth * kFetchWords * 4];
   if (rows < kWidth || bytes < kFetchWords * 4) {
     std::memset(padded, 0, sizeof(padded));
@@ -133,7 +135,8 @@ struct WeightRows {
   const char* data;           // first row
   const std::uint8_t* scale;  // its scales, MXFP4 only
   std::int64_t columns;
-  std::int64_t rows;  // of the kWidth; the rest count as zero
+  std::int64_t rows;   // of the kWidth; the rest count as zero
+  std::int64_t ahead;  // rows from here to those that are needed next
 
   std::int64_t row_bytes() const {
     switch (format) {
@@ -195,7 +198,8 @@ inline void pack_panel_half(const WeightRows& weights, float* panel) {
   float words[kFetchWords * kWidth];
   for (std::int64_t byte = 0; byte < row_bytes; byte += kFetchWords * 4) {
     const std::int64_t left = row_bytes - byte;
-    fetch_words(weights.data + byte, row_bytes, weights.rows, left, words);
+    fetch_words(weights.data + byte, row_bytes, weights.rows, left, weights.ahead * row_bytes,
+                words);
     const std::int64_t count = left < kFetchWords * 4 ? (left + 3) / 4 : kFetchWords;
     switch (weights.format) {
       case WeightFormat::kFloat32:

@@ -299,6 +299,10 @@ inline float load_scalar(const std::uint16_t* from) { return float_from_bf16(*fr
 
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
+// Into the second cache level, for what is needed well after the loads at hand. The address may lie
+// outside any object.
+inline void prefetch_far(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 constexpr std::int64_t round_up(std::int64_t count, std::int64_t multiple) {
   return (count + multiple - 1) / multiple * multiple;
 }

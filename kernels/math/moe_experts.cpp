@@ -197,7 +197,7 @@ class Experts {
 
   WeightRows rows_of(const ExpertWeights& weights, std::int64_t expert, std::int64_t matrix_rows,
                      std::int64_t columns, std::int64_t first, std::int64_t rows) const {
-    WeightRows out = {weights.format, nullptr, nullptr, columns, rows};
+    WeightRows out = {weights.format, nullptr, nullptr, columns, rows, kWidth};
     const std::int64_t row = expert * matrix_rows + first;
     out.data = static_cast<const char*>(weights.data) + row * out.row_bytes();
     if (weights.scale != nullptr) out.scale = weights.scale + row * (columns / kScaleBlock);
@@ -357,8 +357,10 @@ class Experts {
   void pack_down_half(const Group& group, std::int64_t first, std::int64_t rows,
                       float* panel) const {
     if (rows == 0) first = 0;  // the half counts as zero; keep its pointer inside the matrix
-    pack_panel_half<Steps>(
-        rows_of(args_.down, group.expert, args_.latent, args_.intermediate, first, rows), panel);
+    WeightRows weights =
+        rows_of(args_.down, group.expert, args_.latent, args_.intermediate, first, rows);
+    weights.ahead = kPanelColumns;
+    pack_panel_half<Steps>(weights, panel);
   }
 
   void store_results(const Group& group, std::int64_t row, std::int64_t column, std::int64_t count,
@@ -422,7 +424,7 @@ class Experts {
       MxRow rows[kRows];
       for (int r = 0; r < kRows; ++r) rows[r] = row_at(row + r);
       float sums[kRows][kTokens];
-      mx_dot_rows(rows, x, stride, weights.columns, sums);
+      mx_dot_rows(rows, kRows * weights.row_bytes(), x, stride, weights.columns, sums);
       for (int r = 0; r < kRows; ++r) {
         for (int m = 0; m < kTokens; ++m) done(row + r, m, sums[r][m]);
       }
@@ -430,7 +432,7 @@ class Experts {
     for (; row < weights.rows; ++row) {
       const MxRow rows[1] = {row_at(row)};
       float sums[1][kTokens];
-      mx_dot_rows(rows, x, stride, weights.columns, sums);
+      mx_dot_rows(rows, weights.row_bytes(), x, stride, weights.columns, sums);
       for (int m = 0; m < kTokens; ++m) done(row, m, sums[0][m]);
     }
   }

@@ -140,10 +140,11 @@ inline void mx_multiply_chunk(const MxRow (&rows)[kRows], const float* x, std::i
   }
 }
 
-// sums[r][m] = packed row r . arranged row m.
+// sums[r][m] = packed row r . arranged row m. The caller reads the rows `ahead` bytes further next.
 template <int kRows, int kTokens>
-inline void mx_dot_rows(const MxRow (&rows)[kRows], const float* x, std::int64_t x_stride,
-                        std::int64_t columns, float (&sums)[kRows][kTokens]) {
+inline void mx_dot_rows(const MxRow (&rows)[kRows], std::int64_t ahead, const float* x,
+                        std::int64_t x_stride, std::int64_t columns,
+                        float (&sums)[kRows][kTokens]) {
   Lanes partial[kRows][kTokens];
   for (int r = 0; r < kRows; ++r) {
     for (int m = 0; m < kTokens; ++m) partial[r][m] = Lanes::zero();
@@ -153,7 +154,7 @@ inline void mx_dot_rows(const MxRow (&rows)[kRows], const float* x, std::int64_t
   std::int64_t column = 0;
   for (; column + kMxChunk <= columns; column += kMxChunk) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) prefetch(at[r].packed + 512);
+    for (int r = 0; r < kRows; ++r) prefetch_far(at[r].packed + ahead);
     mx_multiply_chunk(at, x + column, x_stride, partial);
     for (int r = 0; r < kRows; ++r) {
       at[r].packed += kMxChunkBytes;
