@@ -124,9 +124,19 @@ class BatchShape:
 
 
 def batch_shape(
-    graph: Graph, *, cache: Node | None = None, state: Node | None = None
+    graph: Graph,
+    decode: bool | None = None,
+    *,
+    cache: Node | None = None,
+    state: Node | None = None,
 ) -> BatchShape:
-    """What this graph fixes, from the recorded shapes of its inputs."""
+    """What this graph fixes, from the recorded shapes of its inputs.
+
+    Args:
+        graph: one phase's graph.
+        decode: whether it has one token a sequence; None reads that off the sizes.
+        cache: a paged cache, for the block size. state: a recurrent state, for the slots.
+    """
     inputs = metadata(graph)
 
     def size(name: str, axis: int, less: int = 0) -> int | None:
@@ -146,7 +156,7 @@ def batch_shape(
         block=first(cache, 1) or 4,
         blocks=first(cache, 0),
         slots=first(state, 0),
-        decode=_same_size(inputs, sequences),
+        decode=_same_size(inputs, sequences) if decode is None else decode,
     )
 
 
@@ -173,7 +183,7 @@ def batches(shape: BatchShape, reach: int = 0) -> Iterator[Batch]:
     """
     block, far = shape.block, reach + 3
     if shape.decode:
-        yield _fit(shape, "one sequence", (1,), (2,), (True,))
+        yield _fit(shape, "one sequence", (1,), (8,), (True,))
         yield _fit(shape, "first token", (1, 1), (0, 1), (True, True))
         yield _fit(shape, "block edges", (1, 1, 1), (block - 1, block, 2 * block), (True,) * 3)
         yield _fit(shape, "long and short", (1, 1, 1), (far, 0, far - 2), (True,) * 3)

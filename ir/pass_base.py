@@ -252,13 +252,14 @@ def run_pass(step: Pass, context: PassContext) -> PassResult:
     refusals: list[Refusal] = []
     removed = 0
     for found in step.pattern(context):
-        refusal = found if isinstance(found, Refusal) else hazard(found, context)
-        if refusal is None:
-            refusal = step.check(found, context)  # type: ignore[arg-type]
+        if isinstance(found, Refusal):
+            refusals.append(found)
+            continue
+        refusal = step.check(found, context) or hazard(found, context)
         if refusal is not None:
             refusals.append(refusal)
             continue
-        match, saved = _apply(step, found, context)  # type: ignore[arg-type]
+        match, saved = _apply(step, found, context)
         matches.append(match)
         removed += saved
     if matches:

@@ -9,16 +9,16 @@ attribute or a mask that differs shows in some trial, and that trial's rule is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from hybridge.ir.effects import is_random, op_name
+from hybridge.ir.effects import is_random, op_name, written_arguments
 from hybridge.ir.evaluate import NotEvaluable, Sizes, run
 from hybridge.ir.pass_base import PassContext, Refusal
-from hybridge.ir.region import cone
+from hybridge.ir.region import cone, is_size
 from hybridge.ir.signature import METADATA, is_integer, is_weight
 from hybridge.ir.text import region_text, text_hash
 
@@ -32,6 +32,9 @@ UNDETERMINED = {
 }
 
 
+_SORTS = ("aten::sort", "aten::argsort")
+
+
 @dataclass(frozen=True)
 class Trial:
     """One run of a region beside a definition.
@@ -42,6 +45,8 @@ class Trial:
         expected: of each output, from the definition.
         rows: [rows] bool, which rows of the outputs count (padding tokens' rows are read by nobody).
         states: node -> its value after the run, for nodes that the region writes to.
+        suspects: likely mistakes, as (the rule each breaks, what it gives); asked only when the trial fails, so
+            that the refusal names the mistake.
     """
 
     rule: str
@@ -49,19 +54,33 @@ class Trial:
     expected: Sequence[Tensor]
     rows: Tensor | None = None
     states: Mapping[Node, Tensor] = field(default_factory=dict)
+    suspects: Callable[[], Iterator[tuple[str, Sequence[Tensor]]]] = lambda: iter(())
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the trials showed: `passed` of them in a row, and the first that failed (empty rule: none)."""
+    """What the trials showed.
+
+    Args:
+        passed: trials in a row that held.
+        rule: of the first that failed; empty if none did.
+        reason: what it showed.
+        named: whether a suspect gave just what the region gives.
+    """
 
     passed: int
     rule: str = ""
     reason: str = ""
+    named: bool = False
 
     @property
     def holds(self) -> bool:
         return not self.rule
+
+    @property
+    def rank(self) -> tuple[bool, int, bool]:
+        """Orders verdicts about one site: proved, then the nearest miss, then the best explained."""
+        return self.holds, self.passed, self.named
 
     def refusal(self, anchor: Node, op: str) -> Refusal:
         return Refusal(
@@ -101,7 +120,10 @@ def prove(
     ends = ", ".join(str(nodes.index(node)) for node in outputs)
     key = text_hash(f"{name}\n{ends}\n{region_text(nodes, labels)}")
     if key not in context.proofs:
-        context.proofs[key] = _run_trials(nodes, outputs, trials(), view, tolerance)
+        try:
+            context.proofs[key] = _run_trials(nodes, outputs, trials(), view, tolerance)
+        except NotEvaluable as error:
+            context.proofs[key] = Verdict(0, "sizes of the batch", str(error))
     verdict: Verdict = context.proofs[key]
     return verdict
 
@@ -115,7 +137,7 @@ def _stray(nodes: Iterable[Node]) -> Verdict | None:
         reason = UNDETERMINED.get(op_name(node))
         if reason is not None:
             return Verdict(0, "undetermined op", f"{node.name}: {reason}")
-        if op_name(node) == "aten::sort" and not node.kwargs.get("stable") and _sorts_scores(node):
+        if op_name(node) in _SORTS and not node.kwargs.get("stable") and _sorts_scores(node):
             return Verdict(
                 0,
                 "unstable sort",
@@ -127,7 +149,9 @@ def _stray(nodes: Iterable[Node]) -> Verdict | None:
 
 
 def _sorts_scores(node: Node) -> bool:
-    """Whether the order of equal elements can show: their indices are used."""
+    """Whether the order of equal elements can show: the indices are used."""
+    if op_name(node) == "aten::argsort":
+        return True
     return any(user.args[1] == 1 and user.users for user in node.users)
 
 
@@ -146,11 +170,27 @@ def _run_trials(
             return Verdict(passed, trial.rule, str(error))
         reason = _difference(trial, outputs, values, view, tolerance)
         if reason:
-            return Verdict(passed, trial.rule, reason)
+            rule = _broken_rule(trial, outputs, values, view, tolerance)
+            return Verdict(passed, rule, reason, named=rule != trial.rule)
         passed += 1
     if passed == 0:
         return Verdict(0, "no trial fits", "no small batch fits the graph's fixed sizes")
     return Verdict(passed)
+
+
+def _broken_rule(
+    trial: Trial,
+    outputs: Sequence[Node],
+    values: Mapping[Node, Tensor],
+    view: Callable[[int, Tensor], Tensor],
+    tolerance: float,
+) -> str:
+    """The rule of the suspect that gives just what the region gives, else the trial's own."""
+    for rule, given in trial.suspects():
+        guess = replace(trial, expected=given, states={})
+        if not _difference(guess, outputs, values, view, tolerance):
+            return rule
+    return trial.rule
 
 
 def _difference(
@@ -194,47 +234,32 @@ class MetadataOnly:
     """Tells nodes that depend on nothing but the batch's integer inputs: masks, lengths, positions.
 
     Args:
-        context: of the pass; call again after a rewrite, new nodes are looked at when asked for.
+        context: of the pass. Nodes made later are taken to depend on more.
     """
 
     def __init__(self, context: PassContext) -> None:
         self._effects = context.effects
-        self._known: dict[Node, bool] = {}
+        self._decided: set[Node] = set()
+        # Tensors that something else was written into, from that write on.
+        self._tainted: set[Node] = set()
+        for node in context.graph.nodes:
+            self._visit(node)
 
     def __call__(self, node: Node) -> bool:
-        """Whether the node's value is decided by the metadata inputs."""
-        pending = [node]
-        while pending:
-            current = pending[-1]
-            if current in self._known:
-                pending.pop()
-                continue
-            needed = [*current.all_input_nodes, *self._writers(current)]
-            unknown = [each for each in needed if each not in self._known and each is not current]
-            if unknown and current.op == "call_function":
-                self._known_guard(current, pending, unknown)
-                continue
-            self._known[current] = self._decide(current, needed)
-            pending.pop()
-        return self._known[node]
+        """Whether the node's value is decided by the metadata inputs (and sizes)."""
+        return node in self._decided
 
-    def _known_guard(self, current: Node, pending: list[Node], unknown: list[Node]) -> None:
-        # A tensor and the in-place write to it need each other: decide the one met again from what is known.
-        if all(each in pending for each in unknown):
-            self._known[current] = all(
-                self._known.get(each, True) for each in current.all_input_nodes
-            )
-            return
-        pending.extend(each for each in unknown if each not in pending)
+    def _visit(self, node: Node) -> None:
+        inputs_decided = all(self._is_clean(each) for each in node.all_input_nodes)
+        if written_arguments(node) and not inputs_decided:
+            self._tainted |= self._effects.written_inputs(node)
+        if is_size(node) or self._decides(node, inputs_decided):
+            self._decided.add(node)
 
-    def _writers(self, node: Node) -> list[Node]:
-        if any(root.op != "call_function" for root in self._effects.roots(node)):
-            return []
-        return [write for write in self._effects.writes_to(node) if write is not node]
+    def _is_clean(self, node: Node) -> bool:
+        return node in self._decided and not self._effects.roots(node) & self._tainted
 
-    def _decide(self, node: Node, needed: list[Node]) -> bool:
+    def _decides(self, node: Node, inputs_decided: bool) -> bool:
         if node.op == "placeholder":
             return str(node.target) in METADATA and is_integer(node)
-        if node.op != "call_function" or is_random(node):
-            return False
-        return all(self._known.get(each, True) for each in needed)
+        return node.op == "call_function" and inputs_decided and not is_random(node)

@@ -151,7 +151,7 @@ def _mix(context: PassContext, stack: Node) -> Site | Refusal | None:
         for eps in _epsilons(region):
             mix = Mix(sources, weights, end, eps)
             verdict = _prove(context, mix)
-            if best is None or (verdict.holds, verdict.passed) > (best[1].holds, best[1].passed):
+            if best is None or verdict.rank > best[1].rank:
                 best = (mix, verdict)
         if best is not None and best[1].holds:
             break

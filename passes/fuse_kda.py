@@ -47,6 +47,7 @@ from hybridge.ir.pattern import (
 from hybridge.ir.proof import MetadataOnly, Trial, Verdict, prove
 from hybridge.ir.signature import (
     CONTEXT_LEN,
+    DECODE,
     QUERY_START,
     STATE_SLOT,
     is_weight,
@@ -195,7 +196,7 @@ def _best(
                 verdict = _prove(context, roles)
                 if verdict.holds:
                     return roles, verdict
-                if best is None or verdict.passed > best[1].passed:
+                if best is None or verdict.rank > best[1].rank:
                     best = (roles, verdict)
     return best
 
@@ -266,7 +267,7 @@ _VARIANTS = (
 
 def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]:
     found = roles.found
-    shape = batch_shape(context.graph, state=found.state)
+    shape = batch_shape(context.graph, context.phase == DECODE, state=found.state)
     for batch in batches(shape):
         for rule, magnitude, gate in _VARIANTS:
             sizes = Sizes()

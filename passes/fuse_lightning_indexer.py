@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from hybridge.ir.proof import MetadataOnly, Trial, Verdict, prove
 from hybridge.ir.signature import (
     BLOCK_TABLE,
     CONTEXT_LEN,
+    DECODE,
     QUERY_START,
     dtype_of,
     is_integer,
@@ -44,6 +45,7 @@ from hybridge.ir.signature import (
     shape_of,
 )
 from hybridge.ops.registry import vocabulary
+from hybridge.ops.sequences import sequence_rows
 from hybridge.passes.paged_reads import CacheRead, cache_reads, cache_values, real_rows
 
 SORTS = ("aten::sort", "aten::argsort", "aten::topk")
@@ -120,7 +122,7 @@ def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site 
                 if missing
                 else prove_indexer(context, roles)
             )
-            if best is None or (verdict.holds, verdict.passed) >= (best[1].holds, best[1].passed):
+            if best is None or verdict.rank >= best[1].rank:
                 best = (roles, verdict)
     if best is None or best[0] is None:
         return Refusal(
@@ -207,7 +209,7 @@ _VALUES = (
 
 def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]:
     reference = vocabulary["lightning_indexer"].reference
-    shape = batch_shape(context.graph, cache=roles.cache)
+    shape = batch_shape(context.graph, context.phase == DECODE, cache=roles.cache)
     for batch in batches(shape, reach=roles.top_k):
         for place, values in enumerate(_VALUES):
             sizes = Sizes()
@@ -230,8 +232,75 @@ def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]
             given[roles.query.node] = roles.query.to_node(query)
             given[roles.head_weights.node] = roles.head_weights.to_node(weights)
             given[roles.cache] = keys.clone()
-            rule = _rule(batch, values)
-            yield Trial(rule, given, [expected], real_rows(batch)), sizes
+            drawn = _Drawn(query, weights, keys, batch, roles.top_k)
+            yield (
+                Trial(
+                    _rule(batch, values),
+                    given,
+                    [expected],
+                    real_rows(batch),
+                    suspects=drawn.suspects,
+                ),
+                sizes,
+            )
+
+
+# What is often wrong with an indexer: (the rule, what the mistake changes).
+_MISTAKES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("a token sees its own position", {"reach": 0}),
+    ("a token sees no position after its own", {"reach": 10**6}),
+    ("relu comes before the head weights", {"relu": "after"}),
+    ("scores are rectified by relu", {"relu": "none"}),
+    ("equal scores go to the lowest position", {"lowest": False}),
+    ("positions ascend", {"ascending": False}),
+    ("the tail is -1", {"tail": 0}),
+)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The values of a trial, for telling which mistake a failing region makes."""
+
+    query: Tensor
+    weights: Tensor
+    keys: Tensor
+    batch: Batch
+    top_k: int
+
+    def suspects(self) -> Iterator[tuple[str, list[Tensor]]]:
+        for rule, change in _MISTAKES:
+            yield rule, [self._select(**change)]
+
+    def _select(
+        self,
+        reach: int = 1,
+        relu: str = "before",
+        lowest: bool = True,
+        ascending: bool = True,
+        tail: int = -1,
+    ) -> Tensor:
+        result = torch.full((self.batch.tokens, self.top_k), tail, dtype=torch.int32)
+        table = self.batch.tables()
+        for token in range(self.batch.real_tokens):
+            row = self.batch.sequence_of(token)
+            length = self.batch.contexts[row] + self.batch.lengths[row]
+            keys = sequence_rows(self.keys, table[row], length)
+            score = self._score(token, keys, relu)[: self.batch.position_of(token) + reach]
+            if not lowest:
+                score = score.flip(0)
+            order = torch.sort(score, descending=True, stable=True).indices[: self.top_k]
+            if not lowest:
+                order = len(score) - 1 - order
+            kept = order.sort().values if ascending else order
+            result[token, : len(kept)] = kept.to(torch.int32)
+        return result
+
+    def _score(self, token: int, keys: Tensor, relu: str) -> Tensor:
+        products = self.query[token] @ keys.T
+        if relu == "before":
+            products = products.relu()
+        score = self.weights[token] @ products
+        return score.relu() if relu == "after" else score
 
 
 def _draw(

@@ -123,7 +123,7 @@ def _site(context: PassContext, experts: Node) -> Site | Refusal:
         for scale in dict.fromkeys([1.0, *constants(region.nodes)]):
             roles = Roles(logits, constant[0], ids, weights, renormalize, scale)
             verdict = _prove(context, roles)
-            if best is None or (verdict.holds, verdict.passed) > (best[1].holds, best[1].passed):
+            if best is None or verdict.rank > best[1].rank:
                 best = (roles, verdict)
             if verdict.holds:
                 return Site(experts, region, detail=best)

@@ -153,7 +153,7 @@ def _roles(
             lambda roles=roles: _trials(roles),  # type: ignore[misc]
             tolerance=_TOLERANCE,
         )
-        if best is None or (verdict.holds, verdict.passed) > (best[1].holds, best[1].passed):
+        if best is None or verdict.rank > best[1].rank:
             best = (roles, verdict)
     return best
 

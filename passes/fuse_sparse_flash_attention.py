@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from hybridge.ir.proof import MetadataOnly, Trial, Verdict, prove
 from hybridge.ir.signature import (
     BLOCK_TABLE,
     CONTEXT_LEN,
+    DECODE,
     QUERY_START,
     dtype_of,
     is_integer,
@@ -52,6 +53,7 @@ from hybridge.ir.signature import (
     shape_of,
 )
 from hybridge.ops.registry import vocabulary
+from hybridge.ops.sequences import sequence_rows
 from hybridge.passes.paged_reads import CacheRead, cache_reads, cache_values, real_rows
 
 SOFTMAXES = (
@@ -160,12 +162,7 @@ def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site 
     for end in _ends(read):
         for roles in _roles(context, read, end, decided):
             verdict = _prove(context, roles)
-            rank = (verdict.holds, verdict.passed, verdict.rule != "foreign operand")
-            if best is None or rank >= (
-                best[1].holds,
-                best[1].passed,
-                best[1].rule != "foreign operand",
-            ):
+            if best is None or verdict.rank > best[1].rank:
                 best = (roles, verdict)
             if verdict.holds:
                 break
@@ -212,6 +209,8 @@ def _roles(
     cache_shape = shape_of(read.cache) or ()
     for query in operands(floats[0], (None, None, cache_shape[3])):
         tokens, heads = ((shape_of(query.node) or ())[axis] for axis in query.axes[:2])
+        if not isinstance(heads, int):
+            continue
         for view in _end_views(end, tokens, heads, cache_shape[3]):
             for positions in _positions(integers, tokens, decided):
                 for scale in _scales(region, read.anchor):
@@ -331,7 +330,7 @@ def _prove(context: PassContext, roles: Roles) -> Verdict:
 
 
 def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]:
-    shape = batch_shape(context.graph, cache=roles.cache)
+    shape = batch_shape(context.graph, context.phase == DECODE, cache=roles.cache)
     kept = 0 if roles.positions is None else (shape_of(roles.positions) or (0, 0))[1]
     for batch in batches(shape, reach=kept):
         for rule, magnitude, selection in _variants(batch, roles):
@@ -360,7 +359,53 @@ def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]
             )
             given[roles.query.node] = roles.query.to_node(query)
             given[roles.cache] = rows.clone()
-            yield Trial(rule, given, [expected], _counted(batch, roles, given)), sizes
+            chosen = given[roles.positions] if roles.positions is not None else None
+            drawn = _Drawn(query, rows, chosen, batch, roles)
+            counted = _counted(batch, roles, given)
+            yield Trial(rule, given, [expected], counted, suspects=drawn.suspects), sizes
+
+
+# What is often wrong with attention: (the rule, what the mistake changes).
+_MISTAKES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("a token sees its own position", {"reach": 0}),
+    ("a token sees no position after its own", {"reach": 10**6}),
+    ("scores are scaled by one constant", {"scale": 1.0}),
+    ("the softmax is over the selected rows only", {"everything": True}),
+)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The values of a trial, for telling which mistake a failing region makes."""
+
+    query: Tensor
+    rows: Tensor
+    positions: Tensor | None
+    batch: Batch
+    roles: Roles
+
+    def suspects(self) -> Iterator[tuple[str, list[Tensor]]]:
+        for rule, change in _MISTAKES:
+            yield rule, [self._attend(**change)]
+
+    def _attend(
+        self, reach: int = 1, scale: float | None = None, everything: bool = False
+    ) -> Tensor:
+        used = self.roles.scale if scale is None else scale
+        result = self.query.new_zeros(*self.query.shape[:2], self.roles.value_dim)
+        table = self.batch.tables()
+        for token in range(self.batch.real_tokens):
+            row = self.batch.sequence_of(token)
+            length = self.batch.contexts[row] + self.batch.lengths[row]
+            rows = sequence_rows(self.rows, table[row], length)
+            if self.positions is None or everything:
+                rows = rows[: self.batch.position_of(token) + reach]
+            else:
+                chosen = self.positions[token]
+                rows = rows[chosen[chosen >= 0].long()]
+            weights = torch.softmax(used * (self.query[token] @ rows.T), dim=-1)
+            result[token] = weights @ rows[:, : self.roles.value_dim]
+        return result
 
 
 def _variants(batch: Batch, roles: Roles) -> Iterator[tuple[str, float, str]]:
