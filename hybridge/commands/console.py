@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
+
+# A JSON list of numbers laid over several lines; no string can look so, for its line breaks are escaped.
+NUMBERS = re.compile(r"\[\s+-?\d[-+\d.eE,\s]*\]")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -48,8 +52,9 @@ class Progress:
 
 
 def print_json(document: Any) -> None:
-    """Write a document to stdout as JSON, readable by people too."""
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    """Write a document to stdout as JSON, readable by people too: lists of numbers stay on a line."""
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    print(NUMBERS.sub(lambda match: re.sub(r"\s+", " ", match[0]), text))
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:
