@@ -68,7 +68,7 @@ def aliased_arguments(node: Node) -> list[Node]:
     if node.target is operator.getitem:
         return [node.args[0]] if isinstance(node.args[0], Node) else []
     schema = schema_of(node)
-    if schema is None:
+    if schema is None or _casts(node):
         return []
     returned = {name for value in schema.returns for name in _alias_names(value.alias_info)}
     shared: list[Node] = []
@@ -76,6 +76,18 @@ def aliased_arguments(node: Node) -> list[Node]:
         if returned.intersection(_alias_names(argument.alias_info)):
             shared.extend(_nodes_in(value))
     return shared
+
+
+def _casts(node: Node) -> bool:
+    """Whether an `aten::to` has something to cast, and so makes a tensor of its own."""
+    if op_name(node) != "aten::to" or not node.args or not isinstance(node.args[0], Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    return (
+        isinstance(before, torch.Tensor)
+        and isinstance(after, torch.Tensor)
+        and before.dtype != after.dtype
+    )
 
 
 def _alias_names(alias: Any) -> set[str]:

@@ -62,7 +62,7 @@ class Verdict:
     """What the trials showed.
 
     Args:
-        passed: trials in a row that held.
+        passed: trials in a row that held; -1 if the region could not be tried at all.
         rule: of the first that failed; empty if none did.
         reason: what it showed.
         named: whether a suspect gave just what the region gives.
@@ -133,10 +133,10 @@ def _stray(nodes: Iterable[Node]) -> Verdict | None:
     for node in nodes:
         if node.op != "call_function":
             kind = "weight" if is_weight(node) else "input"
-            return Verdict(0, "foreign operand", f"it also depends on the {kind} {node.name}")
+            return Verdict(-1, "foreign operand", f"it also depends on the {kind} {node.name}")
         reason = UNDETERMINED.get(op_name(node))
         if reason is not None:
-            return Verdict(0, "undetermined op", f"{node.name}: {reason}")
+            return Verdict(-1, "undetermined op", f"{node.name}: {reason}")
         if op_name(node) in _SORTS and not node.kwargs.get("stable") and _sorts_scores(node):
             return Verdict(
                 0,
@@ -144,7 +144,7 @@ def _stray(nodes: Iterable[Node]) -> Verdict | None:
                 f"{node.name} sorts without stable=True: equal scores have no defined order",
             )
         if is_random(node):
-            return Verdict(0, "random op", f"{node.name} draws random numbers")
+            return Verdict(-1, "random op", f"{node.name} draws random numbers")
     return None
 
 

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from hybridge.ir.effects import has_effect, is_assertion, op_name
 from hybridge.ir.pass_base import Pass, PassContext, Refusal, Rewriter, Site, same_shape, same_size
-from hybridge.ir.region import Region, is_idle, make_region
+from hybridge.ir.region import is_idle, make_region
 from hybridge.ir.signature import dtype_of, shape_of, value_of
 
 COPIES = ("aten::clone", "aten::contiguous", "aten::_to_copy")
@@ -108,7 +108,7 @@ class Canonicalise(Pass):
             if node.op != "call_function" or source is None or node._erased:
                 continue
             if _is_noise(node, source):
-                yield Site(node, Region((node,), (source,), (node,)))
+                yield Site(node, make_region([node], [node]))
 
     def check(self, site: Site, context: PassContext) -> Refusal | None:
         node, source = site.anchor, _source(site.anchor)
@@ -142,6 +142,14 @@ def _shares_no_storage(node: Node, source: Node, context: PassContext) -> bool:
     return not context.effects.roots(node) & context.effects.roots(source)
 
 
+def _is_output(node: Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _may_be_input(node: Node, context: PassContext) -> bool:
+    return any(root.op != "call_function" for root in context.effects.roots(node))
+
+
 def _separates(node: Node, source: Node, context: PassContext) -> Refusal | None:
     """Why a copy must stay: someone writes to one side of it, or the caller gets it."""
     for side, which in ((source, "source"), (node, "copy")):
@@ -153,7 +161,7 @@ def _separates(node: Node, source: Node, context: PassContext) -> Refusal | None
                     f"{write.name} writes to the {which} of {node.name} afterwards",
                     "nothing: the copy is needed",
                 )
-    if any(user.op == "output" for user in node.users):
+    if _is_output(node) and (_is_output(source) or _may_be_input(source, context)):
         return Refusal(
             node.name,
             "copy is an output",

@@ -42,6 +42,8 @@ _STATISTIC = frozenset(
 )
 _SIZE = 3
 _TOLERANCE = 1e-5
+# One unit of bf16: the product may be rounded in another order.
+_NARROW_TOLERANCE = 2.0**-7
 
 
 @dataclass(frozen=True)
@@ -93,18 +95,26 @@ class FuseRmsNorm(Pass):
 
 
 def _site(context: PassContext, root: Node) -> Site | None:
-    """The norm around a root; None if there is no statistic of one tensor and one weight."""
+    """The norm around a root; None if there is no statistic of one tensor and one weight.
+
+    Of several that are proved (with a cast inside or outside), one whose dtypes agree is taken.
+    """
+    best: tuple[Roles, Verdict] | None = None
     for x in _inputs(root):
-        ends = [node for node in regions.forward([root], limit=6) if _is_like(node, x)]
-        best: tuple[Roles, Verdict] | None = None
-        for end in reversed(ends):
-            best = _roles(context, root, x, end) or best
-            if best is not None and best[1].holds:
-                break
-        if best is not None:
-            nodes = regions.cone([best[0].end], {x, best[0].weight}, context.effects)
-            return Site(root, regions.make_region(nodes, [best[0].end]), detail=best)
-    return None
+        for end in (node for node in regions.forward([root], limit=6) if _is_like(node, x)):
+            found = _roles(context, root, x, end)
+            if found is not None and (best is None or _preference(found) > _preference(best)):
+                best = found
+    if best is None:
+        return None
+    nodes = regions.cone([best[0].end], {best[0].x, best[0].weight}, context.effects)
+    return Site(root, regions.make_region(nodes, [best[0].end]), detail=best)
+
+
+def _preference(found: tuple[Roles, Verdict]) -> tuple[object, ...]:
+    roles, verdict = found
+    same_dtype = dtype_of(roles.x) == dtype_of(roles.end)
+    return verdict.holds, same_dtype, verdict.rank
 
 
 def _inputs(root: Node) -> Iterator[Node]:
@@ -151,7 +161,7 @@ def _roles(
             [end],
             [x, weight],
             lambda roles=roles: _trials(roles),  # type: ignore[misc]
-            tolerance=_TOLERANCE,
+            tolerance=_TOLERANCE if dtype_of(end) == torch.float32 else _NARROW_TOLERANCE,
         )
         if best is None or verdict.rank > best[1].rank:
             best = (roles, verdict)

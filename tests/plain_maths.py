@@ -47,7 +47,7 @@ def export(module: nn.Module, phase: str, inputs: dict[str, Tensor]) -> GraphMod
         elif "cache" in name:
             dynamic[name] = {0: blocks}
         elif "state" in name:
-            dynamic[name] = {0: Dim("slots", min=1)}
+            dynamic[name] = {0: Dim("slots", min=3)}
         else:
             dynamic[name] = {0: tokens} if value.dim() else None
     program = torch.export.export(module, (), inputs, dynamic_shapes=dynamic, strict=False)
@@ -279,7 +279,7 @@ class PlainMix(nn.Module):
     def forward(self, embedding: Tensor, block: Tensor, first: Tensor, second: Tensor) -> Any:
         one = self._mix([embedding, block, first], "first")
         if self.mistake == "written source":
-            block.mul_(2.0)
+            block[0].mul_(2.0)
         two = self._mix([embedding, block, second + one], "second")
         return one, two
 
