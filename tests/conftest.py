@@ -30,12 +30,12 @@ def made_once(
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """A random kimi-k3.1-tiny checkpoint; read only."""
+    """A random kimi-k3.1-tiny checkpoint of four layers (three KDA, one DSA); read only."""
     from hybridge.models.new_checkpoint import write_checkpoint
-    from hybridge.models.presets import preset
+    from hybridge.models.presets import preset, scale
 
     def make(folder: Path) -> None:
-        write_checkpoint(preset("kimi-k3.1-tiny"), folder, seed=0)
+        write_checkpoint(scale(preset("kimi-k3.1-tiny"), layers=4), folder, seed=0)
 
     return made_once(tmp_path_factory, worker_id, "tiny-checkpoint", make)
 

@@ -174,7 +174,10 @@ def main() -> None:
             print(page.relative_to(ROOT))
 
 
-PREPARE = "hybridge checkpoint new -q --preset kimi-k3.1-tiny ckpt; hybridge compile -q ckpt -o art"
+PREPARE = """
+hybridge checkpoint new -q --preset kimi-k3.1-tiny --layers 4 ckpt
+hybridge compile -q ckpt -o art
+"""
 
 if __name__ == "__main__":
     main()
