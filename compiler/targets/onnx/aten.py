@@ -1,4 +1,4 @@
-"""Translations of aten ops that torch's own do not have, or write in a way that onnxruntime refuses."""
+"""Translations of aten ops that torch has none for, or one that onnxruntime refuses."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
-from onnxscript import opset18 as op
+from onnxscript import opset18
 
-INT64 = 7  # onnx.TensorProto.INT64
+op: Any = opset18  # its annotations are per element type: of no help to code that takes any
+INT64, BOOL = ir.DataType.INT64, ir.DataType.BOOL
 
 
 def aten_table() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -19,7 +21,27 @@ def aten_table() -> dict[Callable[..., Any], Callable[..., Any]]:
         torch.ops.aten.index.Tensor: index,
         torch.ops.aten.split.Tensor: split,
         torch.ops.aten.split_with_sizes.default: split_with_sizes,
+        torch.ops.aten.square.default: lambda x: op.Mul(x, x),
+        torch.ops.aten.rsub.Scalar: reversed_subtract,
+        torch.ops.aten.to.dtype: cast,
+        torch.ops.aten.__and__.Tensor: bitwise_and,
     }
+
+
+def reversed_subtract(x: Any, other: float, alpha: float = 1) -> Any:
+    """other - alpha * x, in the type of x."""
+    scaled = x if alpha == 1 else op.Mul(x, op.CastLike(op.Constant(value_float=float(alpha)), x))
+    return op.Sub(op.CastLike(op.Constant(value_float=float(other)), x), scaled)
+
+
+def cast(x: Any, dtype: int, *_layout: Any) -> Any:
+    """`x.to(dtype)`."""
+    return op.Cast(x, to=dtype)
+
+
+def bitwise_and(x: Any, other: Any) -> Any:
+    """`x & other` of masks or of integers."""
+    return op.And(x, other) if x.dtype == BOOL else op.BitwiseAnd(x, other)
 
 
 def stable_sort(

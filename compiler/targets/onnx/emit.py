@@ -49,6 +49,8 @@ from hybridge.compiler.trace import TracedPhase
 from hybridge.ir.derived import Recipe
 from hybridge.ir.signature import mark_weights, weight_name
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class WeightSpec:
@@ -130,13 +132,13 @@ def _emit(traced: TracedPhase, gm: GraphModule, dtypes: DTypes) -> EmittedGraph:
         WeightSpec(name, node.meta["val"].dtype, tuple(node.meta["val"].shape), recipes.get(name))
         for name, node in sorted((str(weight_name(node)), node) for node in weight_nodes(gm.graph))
     )
-    model = _export(_program(traced, gm), traced.phase)
+    model = _export(traced, gm)
     names = ("logits", *(f"{cache}_out" for cache in caches))
     done = finish_model(model, names, {weight.name for weight in weights})
     return EmittedGraph(done.data, done.inputs, done.outputs, weights, recipes, writes, done.nodes)
 
 
-def _program(traced: TracedPhase, gm: GraphModule) -> ExportedProgram:
+def _program(kind: type[ExportedProgram], traced: TracedPhase, gm: GraphModule) -> ExportedProgram:
     """`gm` as an exported program without effects: every output is the user's."""
     lifted = {spec.arg.name: spec for spec in traced.program.graph_signature.input_specs}
     inputs: list[InputSpec] = []
@@ -157,7 +159,7 @@ def _program(traced: TracedPhase, gm: GraphModule) -> ExportedProgram:
     outputs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name), None) for name in results]
     gm.graph.set_codegen(CodeGen())
     gm.recompile()
-    return ExportedProgram(
+    return kind(
         gm,
         gm.graph,
         ExportGraphSignature(inputs, outputs),
@@ -177,23 +179,44 @@ def _flat_call(inputs: list[str], outputs: list[str]) -> list[ModuleCallEntry]:
     return [ModuleCallEntry("", ModuleCallSignature([], [], given, returned, inputs))]
 
 
-def _export(program: ExportedProgram, phase: str) -> ir.Model:
-    """torch's exporter without its optimiser, which would look for the weights' bytes."""
+class _Decomposed(ExportedProgram):
+    """A program of which every node has a translation.
+
+    The exporter retraces a program three times to decompose it: three quarters of its time on a large graph,
+    and of no use to ours, which is functional and made of ops that ONNX has.
+    """
+
+    def run_decompositions(self, *_table: Any, **_options: Any) -> ExportedProgram:
+        """Already done."""
+        return self
+
+
+def _export(traced: TracedPhase, gm: GraphModule) -> ir.Model:
+    """Translate as it is; a graph with an op that only a decomposition makes translatable goes the long way."""
     try:
-        with _quiet():
-            exported = torch.onnx.export(
-                program,
-                dynamo=True,
-                custom_translation_table=translation_table(),
-                opset_version=OPSET,
-                optimize=False,
-                verbose=False,
-            )
+        return _translate(_program(_Decomposed, traced, gm))
+    except Exception:
+        _logger.info("%s: an op has no translation; decomposing the graph", traced.phase)
+    try:
+        return _translate(_program(ExportedProgram, traced, gm))
     except Exception as error:
         raise CompileError(
-            f"emit: torch.onnx cannot translate the {phase} graph: {_innermost(error)}",
-            "give the node a translation in targets/onnx/translations.py, or rewrite it in a pass",
+            f"emit: torch.onnx cannot translate the {traced.phase} graph: {_innermost(error)}",
+            "give the node a translation in targets/onnx/aten.py, or rewrite it in a pass",
         ) from error
+
+
+def _translate(program: ExportedProgram) -> ir.Model:
+    """torch's exporter without its optimiser, which would look for the weights' bytes."""
+    with _quiet():
+        exported = torch.onnx.export(
+            program,
+            dynamo=True,
+            custom_translation_table=translation_table(),
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+        )
     assert exported is not None
     model: ir.Model = exported.model
     return model

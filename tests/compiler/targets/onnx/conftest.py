@@ -1,4 +1,4 @@
-"""One small K3.1 model with random weights, its phases traced and emitted once a test process."""
+"""Small models with random weights, traced and emitted once a test process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hybridge.compiler.pipeline import run_pipeline
 from hybridge.compiler.targets.onnx.emit import EmittedGraph, emit_onnx
 from hybridge.compiler.trace import TracedPhase, trace
 from hybridge.ir.derived import materialise
@@ -45,9 +46,12 @@ def random_model(config: ModelConfig, dtype: torch.dtype) -> HybridModel:
     return model.eval()
 
 
-def emit_model(config: ModelConfig, dtype: torch.dtype) -> Emitted:
+def emit_model(config: ModelConfig, dtype: torch.dtype, *, passes: bool) -> Emitted:
     model = random_model(config, dtype)
     traced = [trace(config, phase, block_size=16) for phase in PHASES]
+    proofs: dict[str, Any] = {}
+    for phase in traced if passes else ():
+        run_pipeline(phase.graph_module, phase.phase, config, weights=phase.weights, proofs=proofs)
     stored = {
         name: parameter.dtype if parameter.dtype is torch.uint8 else dtype
         for name, parameter in model.named_parameters()
@@ -56,10 +60,20 @@ def emit_model(config: ModelConfig, dtype: torch.dtype) -> Emitted:
     return Emitted(config, model, {phase.phase: phase for phase in traced}, graphs)
 
 
-@pytest.fixture(scope="session")
-def emitted() -> Emitted:
-    """K3.1 with four layers, fp32 weights."""
-    return emit_model(scale(preset("kimi-k3.1-tiny"), layers=4), torch.float32)
+# Name -> preset, layers, weights' type, experts in MXFP4, whether the passes run.
+MODELS: dict[str, tuple[str, int, torch.dtype, bool, bool]] = {
+    "k3.1-as-traced": ("kimi-k3.1-tiny", 4, torch.float32, False, False),
+    "k3.1-fused-bf16-mxfp4": ("kimi-k3.1-tiny", 4, torch.bfloat16, True, True),
+    "linear-fused-bf16": ("kimi-linear-tiny", 2, torch.bfloat16, False, True),
+}
+
+
+@pytest.fixture(scope="session", params=MODELS)
+def emitted(request: pytest.FixtureRequest) -> Emitted:
+    """Each model in turn."""
+    name, layers, dtype, mxfp4, passes = MODELS[request.param]
+    config = scale(preset(name), layers=layers, mxfp4=mxfp4)
+    return emit_model(config, dtype, passes=passes)
 
 
 class StockSession(EagerSession):
