@@ -28,11 +28,15 @@ from hybridge.compiler.targets.ascend import stand_in
 from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.operators import define_operators
 from hybridge.compiler.targets.ascend.own_converters import definitions, register_own_converters
+from hybridge.ir.schedule import MAIN_STREAM
+from hybridge.ir.schedule_ops import RECORD, SUPER_KERNEL, WAIT, stream_of
 
 DEVICE = "npu:0"
 # What the attributes of a GE node are called, as torchair writes them.
 STREAM_LABEL = "_user_stream_label"
 SUPER_KERNEL_SCOPE = "_super_kernel_scope"
+SUPER_KERNEL_OPTIONS = "_super_kernel_options"
+CONTROL = ":-1"  # how GE writes the control output of a node
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,7 @@ def unconvertible(graph_module: fx.GraphModule) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for node in graph_module.graph.nodes:
         overload = isinstance(node.target, torch._ops.OpOverload)
+        overload = overload and node.target not in (RECORD, WAIT)
         if node.op == "call_function" and overload and not _has_converter(node.target):
             found.setdefault(str(node.target), []).append(node.name)
     return found
@@ -154,7 +159,46 @@ def _on_device(graph_module: fx.GraphModule) -> fx.GraphModule:
             node.kwargs = {**node.kwargs, "device": torch.device(DEVICE)}
         if node.op == "output" and isinstance(node.args[0], fx.Node):
             node.args = ((node.args[0],),)
+    _write_streams(graph)
     return fx.GraphModule(graph_module, graph)
+
+
+def _write_streams(graph: fx.Graph) -> None:
+    """Streams and super-kernel scopes as torchair's scopes, events as its records and waits.
+
+    GE orders data by itself; what an event adds beyond that becomes a control edge.
+    """
+    air = torch.ops.air
+    records: dict[str, fx.Node] = {}
+    opened: tuple[tuple[str, str], ...] = ()
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            continue
+        wanted = () if node.op == "output" else _scope_attributes(node)
+        with graph.inserting_before(node):
+            if opened and wanted != opened:
+                graph.call_function(air.scope_exit.default, ())
+            if wanted and wanted != opened:
+                keys, values = zip(*wanted, strict=True)
+                graph.call_function(air.scope_enter.default, (list(keys), list(values)))
+            opened = wanted
+            if node.target is RECORD:
+                device = {"device": torch.device(DEVICE)}
+                records[str(node.args[0])] = graph.call_function(air.record.default, (), device)
+            if node.target is WAIT:
+                graph.call_function(air.wait.default, ([records[str(node.args[0])]],))
+        if node.target in (RECORD, WAIT):
+            graph.erase_node(node)
+
+
+def _scope_attributes(node: fx.Node) -> tuple[tuple[str, str], ...]:
+    found = []
+    stream = stream_of(node)
+    if stream != MAIN_STREAM:
+        found.append((STREAM_LABEL, stream))
+    if SUPER_KERNEL in node.meta:
+        found += [(SUPER_KERNEL_SCOPE, str(node.meta[SUPER_KERNEL])), (SUPER_KERNEL_OPTIONS, "")]
+    return tuple(found)
 
 
 def _fake_inputs(graph_module: fx.GraphModule, mode: FakeTensorMode) -> list[Tensor]:
@@ -201,7 +245,47 @@ def _convert(graph_module: fx.GraphModule, name: str, core: stand_in.StandIn) ->
         with core.as_torch_npu(), mode:
             concrete = converter.run(*inputs)
         concrete.optimize_graph_without_runtime(*inputs, observer=observer, aot_gm=graph_module)
-    return concrete.graph._proto  # the GraphDef inside torchair's wrapper
+    graph = concrete.graph._proto  # the GraphDef inside torchair's wrapper
+    _settle_control_edges(graph)
+    return graph
+
+
+def _settle_control_edges(graph: Any) -> None:
+    """Move control edges from constants to the operators that were meant.
+
+    torchair ties an event to the first and last GE node of an FX node. For an operator with absent
+    inputs these are the constants that fill them (grouped matmul), and GE folds constants away,
+    edge and all.
+    """
+    constant: set[str] = set()
+    stream_last: dict[bytes, str] = {}
+    stands_for: dict[str, str] = {}
+    pending: dict[bytes, list[str]] = {}
+    for op in graph.op:
+        label = op.attr[STREAM_LABEL].s if STREAM_LABEL in op.attr else b""
+        data = [name for name in op.input if name and not name.endswith(CONTROL)]
+        control = [name for name in op.input if name.endswith(CONTROL)]
+        fed = {name.split(":")[0] for name in data}
+        if op.type in ("Data", "RefData", "NetOutput"):
+            continue
+        if op.type == "Const" or (fed and fed <= constant):
+            constant.add(op.name)
+            stands_for[op.name] = stream_last.get(label, "")
+            pending.setdefault(label, []).extend(control)
+            op.input[:] = [name for name in op.input if name not in control]
+            continue
+        stream_last[label] = op.name
+        kept = [_meant(name, stands_for) for name in [*pending.pop(label, []), *control]]
+        wanted = [name for name in dict.fromkeys(kept) if name and name != op.name + CONTROL]
+        op.input[:] = [*(name for name in op.input if name not in control), *wanted]
+
+
+def _meant(control: str, stands_for: dict[str, str]) -> str:
+    """The control edge from the operator before a constant; "" if there is none."""
+    name = control.removesuffix(CONTROL)
+    while name in stands_for:
+        name = stands_for[name]
+    return name + CONTROL if name else ""
 
 
 def _count(graph: Any) -> dict[str, int]:

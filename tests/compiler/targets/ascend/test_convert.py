@@ -1,13 +1,18 @@
 """GE graphs by the real torchair: what they hold, read back from the protobuf."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from hybridge.artifacts.errors import CompileError
 from hybridge.compiler.targets.ascend import convert as ge
 from hybridge.compiler.targets.ascend import stand_in
+from hybridge.passes.assign_streams import AssignStreams
+from hybridge.passes.merge_super_kernels import MergeSuperKernels, SuperKernelPolicy
 
 from . import op_cases as cases
+from .lowered_graphs import MACHINE, experts, indexer_prolog
 
 pytestmark = pytest.mark.skipif(
     stand_in.find_wheel() is None,
@@ -102,3 +107,50 @@ def test_the_stand_in_refuses_what_needs_a_device():
         backend.TorchNpuGraph("graph").compile()
     with pytest.raises(stand_in.NeedsDeviceError), core.as_torch_npu():
         __import__("torch_npu").npu.current_device()
+
+
+def lowered(make):
+    gm = make()
+    AssignStreams().run(gm, MACHINE, "decode")
+    MergeSuperKernels().run(gm, replace(MACHINE, launch=1e-3), SuperKernelPolicy())
+    graph = ge.convert(gm, {}, soc="ascend-950", cann_version="9.0.0", name="streams")
+    return gm, ge.read_graph(graph.proto)
+
+
+def before(graph):
+    """Operator -> everything that precedes it by data or control."""
+    seen = {}
+    for op in graph.op:
+        direct = {name.split(":")[0] for name in op.input if name}
+        seen[op.name] = direct.union(*(seen.get(name, set()) for name in direct))
+    return seen
+
+
+def label(op, name):
+    return op.attr[name].s.decode() if name in op.attr else ""
+
+
+@pytest.mark.parametrize("make", [indexer_prolog, experts])
+def test_streams_and_scopes_are_read_back_from_the_protobuf(make):
+    gm, graph = lowered(make)
+    wanted = {n.meta.get("stream", "main") for n in gm.graph.nodes}
+    labels = {label(op, "_user_stream_label") or "main" for op in graph.op}
+    assert labels == wanted
+    scopes = {n.meta["super_kernel"] for n in gm.graph.nodes if "super_kernel" in n.meta}
+    assert {label(op, "_super_kernel_scope") for op in graph.op} - {""} == scopes
+    assert all("_user_stream_label" not in op.attr for op in graph.op if op.type == "Data")
+
+
+def test_events_are_control_edges_between_the_operators_that_were_meant():
+    _, graph = lowered(experts)
+    order = before(graph)
+    matmuls = [op for op in graph.op if op.type in ("MatMul", "GroupedMatmul")]
+    side = [op.name for op in matmuls if label(op, "_user_stream_label") == "side"]
+    assert len(side) == 2
+    names = [op.name for op in matmuls]
+    for first in names:
+        for second in names:
+            # No two Cube operators may run at once: data alone does not order these.
+            assert first == second or first in order[second] or second in order[first]
+    constants = [op for op in graph.op if op.type == "Const"]
+    assert not any(name.endswith(":-1") for op in constants for name in op.input)

@@ -1,0 +1,211 @@
+"""What a node of a lowered graph costs: work of the Cube unit, of the Vector unit, and bytes moved.
+
+Formulas by operator, from the shapes in the graph's metadata; no names of models or layers. Views
+and sizes cost nothing. An operator without a formula is taken for elementwise work over what it
+reads and writes, which is what most of them are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from hybridge.ir.effects import op_name
+from hybridge.ir.schedule import Engine
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of one node.
+
+    Attributes:
+        cube: multiply-adds, twice.
+        vector: elementwise operations.
+        bytes: read and written in memory.
+    """
+
+    cube: float = 0.0
+    vector: float = 0.0
+    bytes: float = 0.0
+
+    @property
+    def engine(self) -> Engine:
+        """What the node keeps busy: the unit that has work, MIXED where both have."""
+        if self.cube and self.vector:
+            return Engine.MIXED
+        if self.cube:
+            return Engine.CUBE
+        return Engine.VECTOR if self.bytes else Engine.NONE
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Peak rates of one device, per second: a scale for comparisons, not a prediction.
+
+    Attributes:
+        cube: bf16 operations. vector: fp32 operations. memory: bytes.
+        launch: seconds that one more kernel takes. event: that one more event takes.
+        aic: Cube cores. aiv: Vector cores.
+    """
+
+    cube: float
+    vector: float
+    memory: float
+    launch: float
+    event: float
+    aic: int
+    aiv: int
+
+    def seconds(self, cost: Cost) -> float:
+        """A roofline: the slowest of the three, and the launch."""
+        if cost.engine is Engine.NONE:
+            return 0.0
+        busy = max(cost.cube / self.cube, cost.vector / self.vector, cost.bytes / self.memory)
+        return busy + self.launch
+
+
+_FREE = (
+    *("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze"),
+    *("slice", "select", "split", "split_with_sizes", "tensor_split", "expand", "unflatten"),
+    *("getitem", "alias", "detach", "chunk", "sym_size", "record_event", "wait_event"),
+)
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "moe_distribute")
+
+
+def cost_of(node: Node) -> Cost:
+    """The cost of a call; nothing for inputs, outputs and views."""
+    name = op_name(node).split("::")[-1]
+    if node.op != "call_function" or name in _FREE:
+        return Cost()
+    touched = _bytes(node.meta.get("val"))
+    touched += sum(_bytes(each.meta.get("val")) for each in node.all_input_nodes)
+    formula = _FORMULAS.get(name)
+    if formula is not None:
+        return formula(node, touched)
+    elements = sum(prod(t.shape) for t in _tensors(node.meta.get("val")))
+    return Cost(vector=float(elements), bytes=touched)
+
+
+def engine_of(node: Node) -> Engine:
+    """What a node keeps busy."""
+    name = op_name(node).split("::")[-1]
+    if any(part in name for part in _COLLECTIVES):
+        return Engine.COMMUNICATION
+    return cost_of(node).engine
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes(value: Any) -> float:
+    return float(sum(prod(t.shape) * t.element_size() for t in _tensors(value)))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    node = value[0] if isinstance(value, list | tuple) else value
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def _matmul(node: Node, touched: float) -> Cost:
+    *stack, rows, inner = _shape(node.args[0])
+    columns = _shape(node.args[1])[-1]
+    return Cost(cube=2.0 * prod(stack) * rows * inner * columns, bytes=touched)
+
+
+def _grouped_matmul(node: Node, touched: float) -> Cost:
+    rows, inner = _shape(node.args[0])
+    experts, _, columns = _shape(node.args[1])
+    # At most one expert a row has its weights read.
+    weights = _bytes([each.meta["val"] for each in node.args[1]])  # type: ignore[union-attr]
+    read = touched - weights * (1 - min(1.0, rows / experts))
+    return Cost(cube=2.0 * rows * inner * columns, bytes=read)
+
+
+def _indexer(node: Node, touched: float) -> Cost:
+    tokens, heads, width = _shape(node.args[0])
+    keys = _paged_keys(node)
+    pairs = float(tokens) * keys
+    return Cost(cube=2 * pairs * heads * width, vector=pairs * heads, bytes=keys * width * 2.0)
+
+
+def _paged_keys(node: Node) -> int:
+    """The longest sequence that the block table has room for."""
+    table = node.kwargs.get("block_table")
+    columns = _shape(table)[1] if isinstance(table, Node) else 1
+    return columns * _shape(node.args[1])[1]
+
+
+def _sparse_attention(node: Node, touched: float) -> Cost:
+    tokens, heads, width = _shape(node.args[0])
+    chosen = _shape(node.args[3])[-1]
+    pairs = float(tokens) * chosen
+    return Cost(cube=4 * pairs * heads * width, vector=pairs * heads, bytes=2.0 * pairs * width)
+
+
+def _dense_attention(node: Node, touched: float) -> Cost:
+    tokens, heads, width = _shape(node.args[0])
+    columns, block = _shape(node.args[6])[1], _shape(node.args[1])[1]
+    pairs = float(tokens) * columns * block
+    return Cost(cube=4 * pairs * heads * width, vector=pairs * heads, bytes=touched)
+
+
+def _recurrence(node: Node, touched: float) -> Cost:
+    tokens, heads, width = _shape(node.args[2])
+    key = _shape(node.args[0])[-1]
+    # Only the rows of the state that are named are read and written.
+    rows = 8.0 * tokens * heads * width * key
+    return Cost(vector=6.0 * tokens * heads * width * key, bytes=rows)
+
+
+def _chunked_recurrence(node: Node, touched: float) -> Cost:
+    tokens, heads, width = _shape(node.args[2])
+    key, chunk = _shape(node.args[0])[-1], 64
+    return Cost(
+        cube=2.0 * tokens * heads * (2 * key * width + 3 * chunk * key + chunk * width),
+        vector=8.0 * tokens * heads * key,
+        bytes=touched,
+    )
+
+
+def _prepare(node: Node, touched: float) -> Cost:
+    tokens, blocks, width = _shape(node.args[0])
+    sites = _shape(node.args[2])[0]
+    work = 4.0 * tokens * blocks * sites * width
+    return Cost(cube=work, vector=3.0 * tokens * blocks * width, bytes=touched)
+
+
+def _scatter(node: Node, touched: float) -> Cost:
+    """Only the updated rows move, not the whole cache."""
+    moved = 2 * _bytes(node.args[2].meta["val"])  # type: ignore[union-attr]
+    return Cost(vector=moved / 2, bytes=moved)
+
+
+def _gather(node: Node, touched: float) -> Cost:
+    """Only the chosen rows move, not the whole table."""
+    moved = 2 * _bytes(node.meta["val"])
+    return Cost(vector=moved / 2, bytes=moved)
+
+
+_FORMULAS: dict[str, Callable[[Node, float], Cost]] = {
+    "mm": _matmul,
+    "bmm": _matmul,
+    "matmul": _matmul,
+    "npu_grouped_matmul": _grouped_matmul,
+    "npu_lightning_indexer": _indexer,
+    "npu_sparse_flash_attention": _sparse_attention,
+    "paged_mla_attention": _dense_attention,
+    "npu_recurrent_gated_delta_rule": _recurrence,
+    "chunk_kda_fwd": _chunked_recurrence,
+    "block_attn_res_prepare": _prepare,
+    "npu_scatter_nd_update_": _scatter,
+    "embedding": _gather,
+    "index_select": _gather,
+    "index": _gather,
+}
