@@ -25,6 +25,12 @@ from hybridge.ir.signature import (
     weight_name,
 )
 
+#: The simplest batch: what fails on it does not depend on how sequences are packed.
+FIRST_BATCH = "one sequence"
+LONG_BATCH = "long and short"
+#: Batches on which more than one kind of values is worth its time.
+VARIED_BATCHES = (FIRST_BATCH, LONG_BATCH)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -183,17 +189,17 @@ def batches(shape: BatchShape, reach: int = 0) -> Iterator[Batch]:
     """
     block, far = shape.block, reach + 3
     if shape.decode:
-        yield _fit(shape, "one sequence", (1,), (8,), (True,))
+        yield _fit(shape, FIRST_BATCH, (1,), (8,), (True,))
         yield _fit(shape, "first token", (1, 1), (0, 1), (True, True))
         yield _fit(shape, "block edges", (1, 1, 1), (block - 1, block, 2 * block), (True,) * 3)
-        yield _fit(shape, "long and short", (1, 1, 1), (far, 0, far - 2), (True,) * 3)
+        yield _fit(shape, LONG_BATCH, (1, 1, 1), (far, 0, far - 2), (True,) * 3)
         yield _fit(shape, "inactive row", (1, 1, 1), (3, 0, 5), (True, False, True))
         return
-    yield _fit(shape, "one sequence", (5,), (0,), (True,))
+    yield _fit(shape, FIRST_BATCH, (5,), (0,), (True,))
     yield _fit(shape, "continued sequence", (3,), (4,), (True,))
     yield _fit(shape, "ragged", (3, 0, 1, 4), (5, 2, 0, 0), (True,) * 4)
     yield _fit(shape, "block edges", (2, 1, 2), (block - 1, block, 2 * block - 1), (True,) * 3)
-    yield _fit(shape, "long and short", (2, 2), (far, 0), (True,) * 2)
+    yield _fit(shape, LONG_BATCH, (2, 2), (far, 0), (True,) * 2)
     yield _fit(shape, "padded tail", (2, 3), (0, 3), (True,) * 2, padding=3)
     yield _fit(shape, "inactive row", (2, 2, 1), (3, 0, 5), (True, False, True))
 
@@ -230,7 +236,7 @@ def _fit(
         block=shape.block,
         columns=shape.columns or -(-max([*totals, 1]) // shape.block) + 1,
         blocks=shape.blocks or needed + 2,
-        slots=shape.slots or rows + 2,
+        slots=shape.slots or rows + 1,
     )
 
 

@@ -27,7 +27,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from hybridge.ir import region as regions
-from hybridge.ir.batch import Batch, batch_shape, batches, bind_sizes
+from hybridge.ir.batch import (
+    FIRST_BATCH,
+    VARIED_BATCHES,
+    Batch,
+    batch_shape,
+    batches,
+    bind_sizes,
+)
 from hybridge.ir.effects import op_name
 from hybridge.ir.evaluate import Sizes
 from hybridge.ir.layout import Operand, operands
@@ -211,7 +218,7 @@ def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]
     reference = vocabulary["lightning_indexer"].reference
     shape = batch_shape(context.graph, context.phase == DECODE, cache=roles.cache)
     for batch in batches(shape, reach=roles.top_k):
-        for place, values in enumerate(_VALUES):
+        for place, values in enumerate(_VALUES[: None if batch.name in VARIED_BATCHES else 1]):
             sizes = Sizes()
             given: dict[Node, Tensor] = bind_sizes(context.graph, batch, sizes)
             cache_shape = shape_of(roles.cache) or ()
@@ -315,6 +322,6 @@ def _draw(
 
 def _rule(batch: Batch, values: _Values) -> str:
     """The first batch shows what the score is; later ones show what the batch adds to it."""
-    if batch.name == "one sequence" or values is not _VALUES[0]:
+    if batch.name == FIRST_BATCH or values is not _VALUES[0]:
         return values.rule
     return f"positions on a batch with {batch.name}"

@@ -27,7 +27,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from hybridge.ir import region as regions
-from hybridge.ir.batch import Batch, batch_shape, batches, bind_sizes
+from hybridge.ir.batch import (
+    FIRST_BATCH,
+    VARIED_BATCHES,
+    Batch,
+    batch_shape,
+    batches,
+    bind_sizes,
+)
 from hybridge.ir.effects import op_name
 from hybridge.ir.evaluate import Sizes
 from hybridge.ir.layout import Operand, operands, sources
@@ -410,9 +417,10 @@ class _Drawn:
 
 def _variants(batch: Batch, roles: Roles) -> Iterator[tuple[str, float, str]]:
     """(rule, size of the scores, kind of selection)."""
-    where = "" if batch.name == "one sequence" else f" on a batch with {batch.name}"
+    where = "" if batch.name == FIRST_BATCH else f" on a batch with {batch.name}"
     yield f"out is softmax(scale * query . rows) rows{where}", 1.0, "causal"
-    yield f"scores far apart{where}", 40.0, "causal"
+    if batch.name in VARIED_BATCHES:
+        yield f"scores far apart{where}", 40.0, "causal"
     if roles.positions is not None and not roles.from_indexer:
         yield f"selected positions that are not ascending or causal{where}", 1.0, "any"
 

@@ -1,0 +1,197 @@
+"""FlashKDA and MegaKDA: other spellings, states, near misses, hazards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridge.ir.signature import PHASES
+from hybridge.passes.fuse_kda import FuseKda
+from plain_maths import apply, batch, calls, evaluate, export, metadata, positions_of
+
+D, H, K, TAPS, RANK = 12, 2, 6, 4, 5
+P = H * K
+
+
+class PlainKda(nn.Module):
+    """KDA with one weight for all projections' convolution, matmul projections, einsum recurrence, normalise by division."""
+
+    def __init__(self, phase: str, mistake: str = "", bounded: bool = True) -> None:
+        super().__init__()
+        self.phase, self.mistake, self.bounded = phase, mistake, bounded
+        shapes: dict[str, tuple[int, ...]] = {
+            "q": (P, D), "k": (P, D), "v": (P, D), "f_a": (RANK, D), "f_b": (P, RANK),
+            "b": (H, D), "g_a": (RANK, D), "g_b": (P, RANK), "conv": (3 * P, TAPS), "a_log": (H,),
+            "dt_bias": (P,), "norm": (K,), "o": (D, P),
+        }  # fmt: skip
+        generator = torch.Generator().manual_seed(3)
+        self.w = nn.ParameterDict(
+            {
+                name: nn.Parameter(torch.randn(shape, generator=generator) * 0.5)
+                for name, shape in shapes.items()
+            }
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        query_start: Tensor,
+        context_len: Tensor,
+        state_slot: Tensor,
+        conv_state: Tensor,
+        kda_state: Tensor,
+    ) -> Any:
+        w = self.w
+        raw = torch.cat([x @ w["q"].T, x @ w["k"].T, x @ w["v"].T], dim=1)
+        begun = context_len > (1 if self.mistake == "late start" else 0)
+        slot = state_slot.clamp(min=0).long()
+        history = conv_state[slot] * begun.float()[:, None, None]
+        mixed = self._convolve(raw, history, query_start, context_len, state_slot, conv_state)
+        mixed = mixed * torch.sigmoid(mixed)
+        query, key, value = mixed.view(-1, 3, H, K).unbind(1)
+        l2_eps = 1e-5 if self.mistake == "l2 eps" else 1e-6
+        query = query / torch.sqrt((query * query).sum(-1, keepdim=True) + l2_eps) / K**0.5
+        key = key / torch.sqrt((key * key).sum(-1, keepdim=True) + l2_eps)
+        z = (((x @ w["f_a"].T) @ w["f_b"].T) + w["dt_bias"]).view(-1, H, K)
+        rate = torch.exp(w["a_log"]).view(1, H, 1)
+        if self.bounded:
+            decay = -5.0 * torch.sigmoid(rate * z)
+        else:
+            decay = -(rate * torch.nn.functional.softplus(z))
+        if self.mistake == "clamped gate":
+            decay = (-(rate * torch.nn.functional.softplus(z))).clamp(min=-5.0)
+        beta = torch.sigmoid(x @ w["b"].T)
+        if self.phase == "prefill":
+            core: Tensor = torch.ops.hybridge.kda_recurrence(
+                query, key, value, decay, beta, kda_state, query_start, context_len, state_slot
+            )
+        else:
+            memory = kda_state[slot] * begun.float()[:, None, None, None]
+            core = self._step(query, key, value, decay, beta, memory, kda_state, state_slot)
+        variance = core.pow(2).mean(-1, keepdim=True)
+        normed = core / torch.sqrt(variance + 1e-5) * w["norm"]
+        raw_gate = (x @ w["g_a"].T) @ w["g_b"].T
+        gate = raw_gate * torch.sigmoid(raw_gate)
+        if self.mistake != "silu gate":
+            gate = torch.sigmoid(raw_gate)
+        out = (normed.flatten(1) * gate) @ w["o"].T
+        return (out, core.sum()) if self.mistake == "shared core" else out
+
+    def _convolve(
+        self,
+        raw: Tensor,
+        history: Tensor,
+        query_start: Tensor,
+        context_len: Tensor,
+        state_slot: Tensor,
+        conv_state: Tensor,
+    ) -> Tensor:
+        weight = self.w["conv"]
+        if self.phase == "decode":
+            window = torch.cat([history, raw[:, :, None]], dim=2)
+            torch.ops.hybridge.state_write(conv_state, window[:, :, 1:], state_slot)
+            return torch.einsum("bcw,cw->bc", window, weight)
+        row, position = positions_of("prefill", raw.shape[0], query_start, context_len)
+        offset = torch.arange(raw.shape[0]) - query_start[row]
+        # One table of every row that a tap can reach: the histories of all sequences, then the batch.
+        past = history.permute(0, 2, 1).reshape(-1, 3 * P)
+        table = torch.cat([past, raw])
+        back = torch.arange(TAPS - 1, -1, -1)
+        inside = offset[:, None] >= back
+        token = torch.arange(raw.shape[0])[:, None] - back + past.shape[0]
+        old = row[:, None] * (TAPS - 1) + (offset[:, None] - back + TAPS - 1).clamp(max=TAPS - 2)
+        place = torch.where(inside, token, old)
+        taps = table[place.clamp(min=0)]
+        count = query_start[1:] - query_start[:-1]
+        wanted = count[:, None] + torch.arange(TAPS - 1)
+        kept_old = torch.arange(count.shape[0])[:, None] * (TAPS - 1) + wanted.clamp(max=TAPS - 2)
+        kept_new = query_start[:-1, None] + wanted - (TAPS - 1) + past.shape[0]
+        kept = table[torch.where(wanted < TAPS - 1, kept_old, kept_new).clamp(min=0)]
+        slot = torch.where(count > 0, state_slot, -1)
+        torch.ops.hybridge.state_write(conv_state, kept.permute(0, 2, 1), slot)
+        del position
+        return (taps * weight.T).sum(1)
+
+    def _step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        memory: Tensor,
+        kda_state: Tensor,
+        state_slot: Tensor,
+    ) -> Tensor:
+        decayed = memory * torch.exp(decay).unsqueeze(3)
+        seen = memory if self.mistake == "before decay" else decayed
+        change = (value - torch.einsum("bhkv,bhk->bhv", seen, key)) * beta[:, :, None]
+        after = decayed + torch.einsum("bhk,bhv->bhkv", key, change)
+        torch.ops.hybridge.state_write(kda_state, after, state_slot)
+        if self.mistake == "written twice":
+            kda_state.mul_(0.5)
+        return torch.einsum("bhkv,bhk->bhv", after, query)
+
+
+def inputs_of(phase: str) -> dict[str, Tensor]:
+    example = batch(phase)
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "x": torch.randn(example.tokens, D, generator=generator),
+        **metadata(phase, "query_start", "context_len", "state_slot"),
+        "conv_state": torch.randn(example.slots, 3 * P, TAPS - 1, generator=generator),
+        "kda_state": torch.randn(example.slots, H, K, K, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("phase", PHASES)
+def test_fuses_the_same_maths_written_differently(phase: str, bounded: bool) -> None:
+    inputs = inputs_of(phase)
+    gm = export(PlainKda(phase, bounded=bounded), phase, inputs)
+    before = evaluate(gm, inputs)
+    result = apply(FuseKda(), gm, phase)
+    assert not result.refusals
+    assert calls(gm) == [f"kda_{phase}"]
+    (node,) = [each for each in gm.graph.nodes if f"kda_{phase}" in str(each.target)]
+    assert node.kwargs["lower_bound"] == (-5.0 if bounded else None)
+    rows = batch(phase).real_tokens
+    after = evaluate(gm, inputs)
+    torch.testing.assert_close(after[0][:rows], before[0][:rows], rtol=1e-4, atol=1e-4)
+    for old, new in zip(before[1:], after[1:], strict=True):
+        torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
+    assert not apply(FuseKda(), gm, phase).modified
+
+
+def test_decode_joins_the_weights_of_one_input() -> None:
+    gm = export(PlainKda("decode"), "decode", inputs_of("decode"))
+    apply(FuseKda(), gm, "decode")
+    ((name, recipe),) = gm.meta["derived_weights"].items()
+    assert recipe["inputs"] == [f"w.{part}" for part in ("q", "k", "v", "f_a", "b", "g_a")]
+    (weight,) = [node for node in gm.graph.nodes if node.meta.get("weight") == name]
+    assert tuple(weight.meta["val"].shape) == (3 * P + RANK + H + RANK, D)
+
+
+@pytest.mark.parametrize(
+    ("phase", "mistake", "rule"),
+    [
+        ("decode", "before decay", "delta rule"),
+        ("decode", "late start", "first token"),
+        ("decode", "l2 eps", "inside the root of the L2 norms"),
+        ("prefill", "l2 eps", "inside the root of the L2 norms"),
+        ("prefill", "clamped gate", "gates"),
+        ("decode", "silu gate", "convolution, norms, gates"),
+        ("decode", "shared core", "shared intermediate"),
+        ("decode", "written twice", "write between"),
+    ],
+)
+def test_refuses_a_near_miss(phase: str, mistake: str, rule: str) -> None:
+    gm = export(PlainKda(phase, mistake=mistake), phase, inputs_of(phase))
+    result = apply(FuseKda(), gm, phase)
+    assert not result.matches
+    (refusal,) = result.refusals
+    assert rule in refusal.rule
+    assert f"kda_{phase}" not in calls(gm)
