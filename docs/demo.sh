@@ -10,14 +10,16 @@ artifact=$folder/artifact
 rm -rf "$checkpoint" "$artifact"
 mkdir -p "$folder"
 
-say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+bold='' plain=''
+if [ -t 1 ]; then bold=$'\033[1m' plain=$'\033[0m'; fi
+say() { printf '\n%s%s%s\n' "$bold" "$*" "$plain"; }
 show() {
   printf '$ hybridge %s\n' "$*"
   "$hybridge" "$@"
 }
 
 say '1. A small random K3.1 checkpoint, in the published format'
-show checkpoint new --preset kimi-k3.1-demo "$checkpoint"
+show checkpoint new --preset kimi-k3.1-demo --layers 4 "$checkpoint"
 
 say '2. Compiled for the CPU with every pass'
 show compile "$checkpoint" -o "$artifact"
@@ -30,12 +32,13 @@ show verify "$artifact"
 
 say 'Done.'
 cat <<END
-$checkpoint   config.json and model.safetensors
-$artifact     manifest.json, graphs/ (ONNX, one a phase), golden/
+$checkpoint   a checkpoint as it is published: config.json, model.safetensors
+$artifact     the model compiled: manifest.json, graphs/ (ONNX), weights, golden values
 
-Try next (the command is $hybridge):
-  hybridge inspect $artifact --pass fuse_lightning_indexer
-  hybridge compile $checkpoint -o $folder/plain --passes none       the traced graph, for comparison
-  hybridge compile kimi-k3.1-pro -o $folder/pro --weights none      a full-size graph, no weights
-  hybridge --help; docs/ in this folder
+Try next ($hybridge is the command):
+  $hybridge inspect $artifact --pass fuse_lightning_indexer
+  $hybridge compile $checkpoint -o $folder/plain --passes none --dumps --overwrite
+  $hybridge compile kimi-k3.1-pro -o $folder/pro --weights none --overwrite
+  $hybridge --help
+and README.md.
 END
