@@ -106,8 +106,8 @@ def run_pipeline(
         keep_dumps: keep the graph as text, before the first pass and after each one, in the report.
         dump_dir: a folder to write these texts to as well, one file a step.
         check: run the graph on small inputs after each pass and compare with the run before.
-        check_inputs: the inputs for that, one for every input of the graph (weights by their own name or by the input's);
-            made up if `check` asks for them.
+        check_inputs: the inputs for that, one for every input of the graph (weights by their own name or by
+            the input's); made up if `check` asks for them.
         weights: placeholder name -> weight name, where the tracer has not marked them.
         proofs: verdicts of equal regions; hand the same dictionary to both phases to prove once.
         on_step: called after each pass.

@@ -105,10 +105,12 @@ def _nodes_in(value: Any) -> list[Node]:
 
 
 def is_assertion(node: Node) -> bool:
+    """Whether a call only asserts something about its argument."""
     return op_name(node) in ASSERTIONS
 
 
 def is_random(node: Node) -> bool:
+    """Whether a call draws random numbers."""
     return _RANDOM in getattr(node.target, "tags", ())
 
 

@@ -21,9 +21,11 @@ aten = torch.ops.aten
 MOVEMENT = frozenset(
     f"aten::{name}"
     for name in (
-        "view reshape _unsafe_view unsqueeze squeeze permute transpose t expand expand_as contiguous clone alias "
-        "flatten unflatten detach movedim numpy_T mT swapaxes lift_fresh_copy"
-    ).split()
+        *("view", "reshape", "_unsafe_view", "flatten", "unflatten"),
+        *("unsqueeze", "squeeze", "expand", "expand_as"),
+        *("permute", "transpose", "t", "movedim", "swapaxes", "numpy_T", "mT"),
+        *("contiguous", "clone", "alias", "detach", "lift_fresh_copy"),
+    )
 )
 
 

@@ -23,8 +23,7 @@ from torch.fx.node import map_arg
 from hybridge.artifacts.errors import CompileError
 from hybridge.ir import region as regions
 from hybridge.ir.derived import Recipe, apply_recipe
-from hybridge.ir.derived import Recipe, apply_recipe
-from hybridge.ir.effects import Effects, has_effect, is_view, written_arguments
+from hybridge.ir.effects import Effects, has_effect, is_assertion, is_view, written_arguments
 from hybridge.ir.region import Region
 from hybridge.ir.signature import value_of
 
@@ -263,6 +262,7 @@ def run_pass(step: Pass, context: PassContext) -> PassResult:
         matches.append(match)
         removed += saved
     if matches:
+        _sweep(context)
         context.gm.recompile()
     return PassResult(
         name=step.name,
@@ -274,6 +274,13 @@ def run_pass(step: Pass, context: PassContext) -> PassResult:
         bytes_removed=removed,
         seconds=time.perf_counter() - start,
     )
+
+
+def _sweep(context: PassContext) -> None:
+    """Erase what the rewrites left without a user."""
+    for node in reversed(list(context.graph.nodes)):
+        if node.op == "call_function" and not is_assertion(node) and regions.is_idle(node):
+            regions.erase([node], context.effects.forget)
 
 
 def _count(gm: GraphModule) -> int:
@@ -330,7 +337,7 @@ def _apply(step: Pass, site: Site, context: PassContext) -> tuple[Match, int]:
     rewriter = Rewriter(context, regions.insertion_point(region))
     written = _written(region.writes, context)
     replacements = step.rewrite(site, rewriter)
-    kept = {node for node in replacements.values()}
+    kept = set(replacements.values())
     saved = _bytes(node for node in region.nodes if node not in kept)
     if _written(rewriter.created, context) != written:
         raise _broken(step, site, "writes other inputs than the region that it replaces")

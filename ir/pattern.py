@@ -32,7 +32,7 @@ def projection(node: Node) -> Projection | None:
     """The product with a constant weight that a node is, or None; a bias makes it something else."""
     name, args = op_name(node), node.args
     if name in ("aten::linear", "hybridge::linear"):
-        biased = len(args) > 2 and args[2] is not None or node.kwargs.get("bias") is not None
+        biased = (len(args) > 2 and args[2] is not None) or node.kwargs.get("bias") is not None
         return None if biased else _with_weight(node, args[0], args[1])
     if name in ("aten::matmul", "aten::mm"):
         return _with_weight(node, args[0], _untransposed(args[1]))
@@ -81,7 +81,9 @@ class Leaves:
     weights: tuple[Node, ...]
 
 
-def leaves(inputs: Iterable[Node], ignore: Callable[[Node], bool], stop: Collection[Node]) -> Leaves | None:
+def leaves(
+    inputs: Iterable[Node], ignore: Callable[[Node], bool], stop: Collection[Node]
+) -> Leaves | None:
     """Follow inputs back to projections and constants; None if they come from anything else.
 
     Args:

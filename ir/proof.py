@@ -1,9 +1,10 @@
 """Prove that a region computes what a fused op is defined to compute.
 
-A pass says which nodes hold the op's operands. The proof runs the region, exactly as it stands in the graph, beside the
-op's reference on small batches made to tell wrong variants apart (ragged, empty and padded sequences, block edges, ties,
-large values), and compares. So it does not matter how the maths is written, and nothing in it goes unread: a constant, an
-attribute or a mask that differs shows in some trial, and that trial's rule is the reason of the refusal.
+A pass says which nodes hold the op's operands. The proof runs the region, exactly as it stands in the graph,
+beside the op's reference on small batches made to tell wrong variants apart (ragged, empty and padded
+sequences, block edges, ties, large values), and compares. So it does not matter how the maths is written, and
+nothing in it goes unread: a constant, an attribute or a mask that differs shows in some trial, and that
+trial's rule is the reason of the refusal.
 """
 
 from __future__ import annotations

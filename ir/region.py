@@ -154,6 +154,7 @@ def is_idle(node: Node) -> bool:
 
 
 def first_random(region: Region) -> Node | None:
+    """The first node of a region that draws random numbers, or None."""
     return next((node for node in region.nodes if is_random(node)), None)
 
 

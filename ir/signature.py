@@ -65,6 +65,7 @@ def weight_name(node: Node) -> str | None:
 
 
 def is_weight(node: Node) -> bool:
+    """Whether a node holds a weight."""
     return weight_name(node) is not None
 
 
@@ -80,6 +81,7 @@ def shape_of(node: Node) -> tuple[Any, ...] | None:
 
 
 def dtype_of(node: Node) -> torch.dtype | None:
+    """The dtype of a tensor node, or None."""
     value = value_of(node)
     return value.dtype if isinstance(value, torch.Tensor) else None
 

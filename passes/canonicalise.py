@@ -1,8 +1,8 @@
 """Remove what computes nothing, so that later passes see the maths.
 
-Removed: results that nobody uses; assertions about metadata; casts to the dtype that is there; slices, views, permutes and
-expands that change nothing; multiplication by one in the same dtype; dropout outside of training; copies (`clone`,
-`contiguous`) that separate nothing.
+Removed: results that nobody uses; assertions about metadata; casts to the dtype that is there; slices, views,
+    permutes and expands that change nothing; multiplication by one in the same dtype; dropout outside of
+    training; copies (`clone`, `contiguous`) that separate nothing.
 
 Left alone: a copy whose source or result is written later, or that is a graph output: it separates a read from a write
 (pytorch 197829); a cast, multiplication or view that changes dtype or shape; anything that writes.
@@ -101,7 +101,7 @@ class Canonicalise(Pass):
 
     def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
         for node in reversed(list(context.graph.nodes)):
-            if node.op == "call_function" and is_idle(node):
+            if node.op == "call_function" and not node._erased and is_idle(node):
                 yield Site(node, make_region([node], []))
         for node in list(context.graph.nodes):
             source = _source(node)

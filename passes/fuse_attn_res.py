@@ -133,7 +133,9 @@ def _is_stack(node: Node) -> bool:
     if op_name(node) not in ("aten::stack", "aten::cat") or node.op != "call_function":
         return False
     parts, shape = node.args[0], shape_of(node)
-    return isinstance(parts, list | tuple) and len(parts) > 1 and shape is not None and len(shape) == 3
+    return (
+        isinstance(parts, list | tuple) and len(parts) > 1 and shape is not None and len(shape) == 3
+    )
 
 
 def _mix(context: PassContext, stack: Node) -> Site | Refusal | None:
@@ -230,9 +232,7 @@ def _epsilons(region: Region) -> Iterator[float]:
 def _prove(context: PassContext, mix: Mix) -> Verdict:
     label = f"attn_res {mix.eps!r} {len(mix.sources)}"
     given = [*mix.sources, *mix.weights]
-    return prove(
-        context, label, [mix.end], given, lambda: _trials(mix), tolerance=_TOLERANCE
-    )
+    return prove(context, label, [mix.end], given, lambda: _trials(mix), tolerance=_TOLERANCE)
 
 
 # (rule, size of the sources, size of the query)
@@ -278,9 +278,7 @@ def _group(sites: Sequence[Site]) -> dict[Node, Batch]:
     return min(groupings, key=lambda pair: pair[0])[1]
 
 
-def _frozen_is_written(
-    site: Site, mix: Mix, batch: Batch, context: PassContext
-) -> Refusal | None:
+def _frozen_is_written(site: Site, mix: Mix, batch: Batch, context: PassContext) -> Refusal | None:
     """The batch reads the sources before this site does: nothing may write them in between."""
     assert batch.point is not None
     for source in batch.frozen:

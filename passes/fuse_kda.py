@@ -10,9 +10,10 @@ Before, decode:                                          After:
     state_write(conv_state, …), state_write(state, …)            conv_weight, …, o_weight, conv_state!, state!, …)
     output norm, output gate, o_proj
 
-A site is found from the convolution's state: the reads of `conv_state` that lead to a write of a recurrent state. Trials
-prove the maths, the zero state of a sequence that starts, and both states afterwards; each state is written exactly once.
-In decode the projections must be products of one input; their weights are joined at compile time.
+A site is found from the convolution's state: the reads of `conv_state` that lead to a write of a recurrent
+state. Trials prove the maths, the zero state of a sequence that starts, and both states afterwards; each
+state is written exactly once. In decode the projections must be products of one input; their weights are
+joined at compile time.
 
 Left alone: a state that someone else reads or writes in between; an intermediate with another user; projections of
 different inputs, or with a bias; a gate that is neither softplus nor bounded; an inner norm with another eps.
@@ -149,9 +150,7 @@ def _around(
     for node in regions.forward([*reads, *more], limit=200):
         output = projection(node)
         if output is not None:
-            return Found(
-                conv_state, state, (*reads, *more), tuple(writes), output.x, output
-            )
+            return Found(conv_state, state, (*reads, *more), tuple(writes), output.x, output)
     return None
 
 
@@ -175,7 +174,8 @@ def _site(context: PassContext, found: Found, decided: MetadataOnly) -> Site | R
             anchor.name,
             "kda operands",
             f"around {anchor.name} there are not the projections q|k|v, gate and beta, and one constant each for the "
-            "convolution, A_log and dt_bias" + (", the output gate and norm" if found.decode else ""),
+            "convolution, A_log and dt_bias"
+            + (", the output gate and norm" if found.decode else ""),
             "compute the layer from plain projections of its input and constant weights",
         )
     return Site(anchor, region, detail=best)

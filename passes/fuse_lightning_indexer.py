@@ -7,13 +7,14 @@ Before:                                                  After:
     order  = stable descending sort, first top_k                 top_k=k)
     result = visible ones, ascending, then -1
 
-The site is found from its sort: whatever lies between the read of the cache and a [T, k] integer tensor. That this is
-the indexer is proved by trials, so the order of ops, einsum or matmul, views and the way the mask is made do not matter.
-The key gather and the score matrix disappear; the mask and the positions stay only if something else uses them.
+The site is found from its sort: whatever lies between the read of the cache and a [T, k] integer tensor. That
+this is the indexer is proved by trials, so the order of ops, einsum or matmul, views and the way the mask is
+made do not matter. The key gather and the score matrix disappear; the mask and the positions stay only if
+something else uses them.
 
-Left alone: a score, a mask or an order that someone else reads; a write to the cache between the read and the result;
-a sort that is not stable (ties have no order); a mask that is not exactly the causal limit of the batch; top-k padded with
-anything but -1.
+Left alone: a score, a mask or an order that someone else reads; a write to the cache between the read and the
+result; a sort that is not stable (ties have no order); a mask that is not exactly the causal limit of the
+batch; top-k padded with anything but -1.
 """
 
 from __future__ import annotations

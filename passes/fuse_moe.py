@@ -6,9 +6,9 @@ Before:                                                  After:
     weights = scores at ids, divided by their sum, scaled
     y       = moe_experts(latent, ids, weights, …)           y = moe_experts(latent, ids, weights, …)
 
-A site is found from the experts' op: its ids and weights, back to one projection. Trials prove order, ties, that the bias
-takes part in the choice only, and the renormalisation. The experts are already one op, in the trace; expert parallelism
-will put its dispatch and combine between the two ops, which is why they stay apart.
+A site is found from the experts' op: its ids and weights, back to one projection. Trials prove order, ties,
+that the bias takes part in the choice only, and the renormalisation. The experts are already one op, in the
+trace; expert parallelism will put its dispatch and combine between the two ops, which is why they stay apart.
 
 Left alone: scores that someone else reads; a choice by top-k without an order between ties; a bias that leaks into the
 weights; groups of experts.

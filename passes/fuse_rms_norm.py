@@ -38,7 +38,11 @@ from hybridge.ops.registry import vocabulary
 
 _ROOTS = ("aten::rsqrt", "aten::sqrt", "aten::pow")
 _STATISTIC = frozenset(
-    f"aten::{name}" for name in "add mean square pow mul sum div to sqrt rsqrt reciprocal".split()
+    f"aten::{name}"
+    for name in (
+        *("add", "mul", "div", "to"),
+        *("mean", "sum", "square", "pow", "sqrt", "rsqrt", "reciprocal"),
+    )
 )
 _SIZE = 3
 _TOLERANCE = 1e-5
@@ -88,9 +92,7 @@ class FuseRmsNorm(Pass):
 
     def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
         roles: Roles = site.detail[0]
-        norm = rewriter.call(
-            vocabulary["rms_norm"].overload, roles.x, roles.weight, eps=roles.eps
-        )
+        norm = rewriter.call(vocabulary["rms_norm"].overload, roles.x, roles.weight, eps=roles.eps)
         return {roles.end: norm}
 
 
@@ -136,9 +138,7 @@ def _is_like(node: Node, x: Node) -> bool:
     return left is not None and right is not None and same_shape(left, right)
 
 
-def _roles(
-    context: PassContext, root: Node, x: Node, end: Node
-) -> tuple[Roles, Verdict] | None:
+def _roles(context: PassContext, root: Node, x: Node, end: Node) -> tuple[Roles, Verdict] | None:
     """The proof with the end's one weight, or None if there is not one."""
     width = (shape_of(x) or (0,))[-1]
     nodes = regions.cone_within([end], min(x, root), context.effects)

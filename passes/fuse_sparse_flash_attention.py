@@ -6,13 +6,15 @@ Before:                                                  After:
     scores = -inf where not selected                             context_len, block_table, scale=…, value_dim=…)
     out    = softmax(scores) rows[..., :value_dim]           (without positions: mla_attention)
 
-The site is found from the softmax after a read of a paged cache; its end is the [T, H, value_dim] tensor after it. Trials
-prove that the region is the op (see `hybridge.ir.proof`), in either form: rows gathered by position, or all rows of all
-sequences under a mask. The latent gather, the score matrix and its mask disappear.
+The site is found from the softmax after a read of a paged cache; its end is the [T, H, value_dim] tensor
+after it. Trials prove that the region is the op (see `hybridge.ir.proof`), in either form: rows gathered by
+position, or all rows of all sequences under a mask. The latent gather, the score matrix and its mask
+disappear.
 
-Left alone: a softmax or a score that someone else reads; a write to the cache between the read and the result; a mask that
-is not exactly the selection (or, dense, the causal limit of the batch); positions that are not known to be what
-`lightning_indexer` gives, where the form depends on that; a scale that is not one constant.
+Left alone: a softmax or a score that someone else reads; a write to the cache between the read and the
+result; a mask that is not exactly the selection (or, dense, the causal limit of the batch); positions that
+are not known to be what `lightning_indexer` gives, where the form depends on that; a scale that is not one
+constant.
 """
 
 from __future__ import annotations

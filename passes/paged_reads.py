@@ -13,7 +13,7 @@ from hybridge.ir import region as regions
 from hybridge.ir.batch import Batch
 from hybridge.ir.effects import op_name, schema_of, written_arguments
 from hybridge.ir.pass_base import PassContext, same_size
-from hybridge.ir.signature import BLOCK_TABLE, dtype_of, is_weight, metadata, shape_of
+from hybridge.ir.signature import dtype_of, is_weight, shape_of
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,6 @@ def _first(reads: list[Node], anchors: Collection[str], others: Collection[str])
         if op_name(node) in others:
             return None
     return None
-
-
-def has_block_table(context: PassContext) -> bool:
-    return BLOCK_TABLE in metadata(context.graph)
 
 
 def cache_values(batch: Batch, width: int, seed: int, whole: bool) -> Tensor:

@@ -58,7 +58,7 @@ def export(module: nn.Module, phase: str, inputs: dict[str, Tensor]) -> GraphMod
         if spec.target is not None
     }
     mark_weights(gm, names)
-    gm.meta["values"] = {name: value for name, value in module.state_dict().items()}
+    gm.meta["values"] = dict(module.state_dict())
     return gm
 
 
@@ -133,8 +133,7 @@ class PlainIndexer(nn.Module):
         place = block_table.long()[:, column // BLOCK] * BLOCK + column % BLOCK
         keys = flat[place[row]]
         if self.mistake in ("write between", "clone"):
-            flat_input = indexer_cache if self.mistake == "write between" else indexer_cache
-            flat_input[0].zero_()
+            indexer_cache[0].zero_()
         score = self._score(query, head_weights, keys)
         hidden = column > position.unsqueeze(1)
         if self.mistake == "strict mask":
@@ -228,7 +227,9 @@ class PlainAttention(nn.Module):
         if slot_mapping is not None and rows_to_write is not None:
             torch.ops.hybridge.paged_write(latent_cache, rows_to_write, slot_mapping)
         scale = self.scale()
-        scores = torch.einsum("thc,tsc->ths", query * scale if self.form == "early" else query, rows)
+        scores = torch.einsum(
+            "thc,tsc->ths", query * scale if self.form == "early" else query, rows
+        )
         if self.form != "early":
             scores = scores * scale if self.mistake != "no scale" else scores
         scores = torch.where(shown.unsqueeze(1), scores, float("-inf"))
@@ -284,10 +285,8 @@ class PlainMix(nn.Module):
         return one, two
 
     def _mix(self, sources: list[Tensor], site: str) -> Tensor:
-        if self.form == "cat":
-            values = torch.cat([source.unsqueeze(0) for source in sources])
-        else:
-            values = torch.stack(sources)
+        parts = [source.unsqueeze(0) for source in sources]
+        values = torch.cat(parts) if self.form == "cat" else torch.stack(sources)
         eps = 1e-5
         mean = values.pow(2).mean(-1, keepdim=True)
         if self.mistake == "eps outside":

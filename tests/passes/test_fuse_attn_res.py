@@ -49,7 +49,9 @@ def test_a_second_run_changes_nothing() -> None:
     ],
 )
 def test_refuses_a_near_miss(mistake: str, rule: str) -> None:
-    result = apply(FuseAttnRes(), export(PlainMix(mistake=mistake), "prefill", mix_inputs()), "prefill")
+    result = apply(
+        FuseAttnRes(), export(PlainMix(mistake=mistake), "prefill", mix_inputs()), "prefill"
+    )
     assert not result.matches
     assert {refusal.rule for refusal in result.refusals} == {rule}
 

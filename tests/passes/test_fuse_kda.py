@@ -17,7 +17,7 @@ P = H * K
 
 
 class PlainKda(nn.Module):
-    """KDA with one weight for all projections' convolution, matmul projections, einsum recurrence, normalise by division."""
+    """KDA by matmul projections, one gather for all taps, norms by division and an einsum recurrence."""
 
     def __init__(self, phase: str, mistake: str = "", bounded: bool = True) -> None:
         super().__init__()
@@ -57,12 +57,10 @@ class PlainKda(nn.Module):
         key = key / torch.sqrt((key * key).sum(-1, keepdim=True) + l2_eps)
         z = (((x @ w["f_a"].T) @ w["f_b"].T) + w["dt_bias"]).view(-1, H, K)
         rate = torch.exp(w["a_log"]).view(1, H, 1)
-        if self.bounded:
-            decay = -5.0 * torch.sigmoid(rate * z)
-        else:
-            decay = -(rate * torch.nn.functional.softplus(z))
+        soft = -(rate * torch.nn.functional.softplus(z))
+        decay = -5.0 * torch.sigmoid(rate * z) if self.bounded else soft
         if self.mistake == "clamped gate":
-            decay = (-(rate * torch.nn.functional.softplus(z))).clamp(min=-5.0)
+            decay = soft.clamp(min=-5.0)
         beta = torch.sigmoid(x @ w["b"].T)
         if self.phase == "prefill":
             core: Tensor = torch.ops.hybridge.kda_recurrence(

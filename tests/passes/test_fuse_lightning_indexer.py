@@ -59,7 +59,9 @@ def test_only_the_op_is_left() -> None:
     ],
 )
 def test_refuses_a_near_miss_by_name(mistake: str, rule: str) -> None:
-    result = fuse("decode" if mistake in ("strict mask", "last tie") else "prefill", mistake=mistake)
+    result = fuse(
+        "decode" if mistake in ("strict mask", "last tie") else "prefill", mistake=mistake
+    )
     assert not result.matches
     assert [refusal.rule for refusal in result.refusals] == [rule]
 

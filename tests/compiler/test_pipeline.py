@@ -1,0 +1,100 @@
+"""The whole pipeline on the three families, both phases: counts, values, idempotence, dumps, errors."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.fx import GraphModule
+
+from golden_data import FOLDER
+from hybridge.artifacts.errors import CompileError, UsageError
+from hybridge.compiler.pipeline import pass_names, run_pipeline
+from hybridge.compiler.trace import trace
+from hybridge.ir.signature import PHASES, mark_weights
+from hybridge.ir.text import graph_text
+from hybridge.models.config import load_config
+from plain_maths import calls
+
+FAMILIES = ("kimi-k3.1-tiny", "kimi-k3-tiny", "kimi-linear-tiny")
+PROOFS: dict[str, Any] = {}
+
+
+@cache
+def _traced(name: str, phase: str) -> GraphModule:
+    traced = trace(load_config(FOLDER / name), phase, block_size=4)  # type: ignore[arg-type]
+    mark_weights(traced.graph_module, traced.weights)
+    return traced.graph_module
+
+
+def traced_copy(name: str, phase: str) -> GraphModule:
+    gm = copy.deepcopy(_traced(name, phase))
+    for old, new in zip(_traced(name, phase).graph.nodes, gm.graph.nodes, strict=True):
+        new.meta = dict(old.meta)
+    return gm
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_expected_site_fuses_and_no_value_changes(name: str, phase: str) -> None:
+    config, gm = load_config(FOLDER / name), traced_copy(name, phase)
+    report = run_pipeline(gm, phase, config, check=True, proofs=PROOFS)
+    for result in report.results:
+        assert (
+            result.name == "fuse_rms_norm"
+            or len(result.matches) == result.expected
+            or (result.name == "canonicalise")
+        )
+        assert result.difference is None or result.difference < 1e-4
+        assert not [each for each in result.refusals if result.name.startswith("fuse_")]
+    counts = Counter(calls(gm))
+    full = config.layer_kinds.count("dsa") + config.layer_kinds.count("mla")
+    assert counts[f"kda_{phase}"] == config.layer_kinds.count("kda")
+    assert counts["sparse_flash_attention"] + counts["mla_attention"] == full
+    assert counts["kda_recurrence"] == 0
+    again = run_pipeline(gm, phase, config, passes=[], proofs=PROOFS)
+    assert again.results == ()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_second_run_of_each_pass_changes_nothing(phase: str) -> None:
+    config, gm = load_config(FOLDER / "kimi-k3.1-tiny"), traced_copy("kimi-k3.1-tiny", phase)
+    run_pipeline(gm, phase, config, proofs=PROOFS)
+    text = graph_text(gm.graph)
+    with pytest.raises(CompileError):  # nothing is left to match
+        run_pipeline(gm, phase, config, proofs=PROOFS)
+    assert graph_text(gm.graph) == text
+
+
+def test_dumps_are_numbered_by_step(tmp_path: Path) -> None:
+    config, gm = load_config(FOLDER / "kimi-linear-tiny"), traced_copy("kimi-linear-tiny", "decode")
+    chosen = ["canonicalise", "fuse_lightning_indexer"]
+    report = run_pipeline(gm, "decode", config, passes=chosen, dump_dir=tmp_path, proofs=PROOFS)
+    names = ["00_trace", "01_canonicalise", "02_fuse_lightning_indexer"]
+    assert list(report.dumps) == names
+    assert sorted(path.stem for path in tmp_path.iterdir()) == names
+
+
+def test_an_unknown_pass_lists_the_known_ones() -> None:
+    config, gm = load_config(FOLDER / "kimi-linear-tiny"), traced_copy("kimi-linear-tiny", "decode")
+    with pytest.raises(UsageError) as caught:
+        run_pipeline(gm, "decode", config, passes=["fuse_everything"])
+    assert "fuse_everything" in str(caught.value)
+    assert ", ".join(pass_names()) in str(caught.value)
+
+
+def test_a_missed_site_fails_the_build_with_node_and_rule() -> None:
+    config, gm = load_config(FOLDER / "kimi-k3.1-tiny"), traced_copy("kimi-k3.1-tiny", "decode")
+    relu = next(node for node in gm.graph.nodes if "relu" in str(node.target))
+    relu.replace_all_uses_with(relu.args[0])
+    gm.graph.erase_node(relu)
+    with pytest.raises(CompileError) as caught:
+        run_pipeline(gm, "decode", config, proofs=PROOFS)
+    message = str(caught.value)
+    assert "fuse_lightning_indexer: 1 of 2 expected sites match in the decode graph" in message
+    assert "refused by the rule 'scores are rectified by relu'" in message
+    assert "remedy" in message

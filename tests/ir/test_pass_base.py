@@ -1,0 +1,132 @@
+"""What the framework holds a pass to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from hybridge.artifacts.errors import CompileError
+from hybridge.ir.effects import op_name
+from hybridge.ir.pass_base import Pass, PassContext, Refusal, Rewriter, Site
+from hybridge.ir.region import make_region
+from hybridge.ir.spec import require_valid, violations
+from hybridge.ir.text import graph_text, region_text
+from plain_maths import apply, evaluate, export
+
+aten = torch.ops.aten
+
+
+class AddThenDouble(nn.Module):
+    """Case 3: `i` has two users."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        i = x + 5
+        return i.relu(), i * 2
+
+
+class Once(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 5).relu()
+
+
+class Merge(Pass):
+    """Replaces add + relu by whatever `make` gives."""
+
+    name: ClassVar[str] = "merge"
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
+        for node in list(context.graph.nodes):
+            if op_name(node) == "aten::relu":
+                yield Site(node, make_region([node.args[0], node], [node]))
+
+    def check(self, site: Site, context: PassContext) -> Refusal | None:
+        return None
+
+    def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
+        (x,) = site.region.inputs
+        return {site.anchor: self.make(rewriter, x)}
+
+
+def good(rewriter: Rewriter, x: Node) -> Node:
+    return rewriter.call(aten.clamp.default, rewriter.call(aten.add.Tensor, x, 5), 0)
+
+
+X = {"x": torch.randn(5, 3)}
+
+
+def test_a_rewrite_keeps_values_and_metadata() -> None:
+    gm = export(Once(), "prefill", X)
+    before = evaluate(gm, X)
+    result = apply(Merge(good), gm, "prefill")
+    assert [match.node for match in result.matches] == ["relu"]
+    assert torch.equal(evaluate(gm, X)[0], before[0])
+    assert violations(gm) == []
+    assert all("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
+
+
+def test_an_intermediate_with_another_user_is_refused() -> None:
+    gm = export(AddThenDouble(), "prefill", X)
+    result = apply(Merge(good), gm, "prefill")
+    (refusal,) = result.refusals
+    assert refusal.rule == "shared intermediate"
+    assert "add is used outside of the region, by mul" in refusal.reason
+    assert not result.modified
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda r, x: r.call(aten.to.dtype, x, torch.float64), "from torch.float32 to"),
+        (lambda r, x: r.call(aten.unsqueeze.default, x, 0), "changes relu from"),
+        (lambda r, x: r.call(aten.add_.Tensor, x, 5), "writes other inputs"),
+    ],
+)
+def test_a_rewrite_that_breaks_a_promise_fails_the_build(make: Any, what: str) -> None:
+    gm = export(Once(), "prefill", X)
+    with pytest.raises(CompileError, match="merge at relu") as caught:
+        apply(Merge(make), gm, "prefill")
+    assert what in str(caught.value)
+
+
+def test_text_is_the_same_for_equal_graphs() -> None:
+    first, second = (export(Once(), "prefill", X) for _ in range(2))
+    assert graph_text(first.graph) == graph_text(second.graph)
+    assert "aten::relu(%add)" in graph_text(first.graph)
+
+
+def test_region_text_tells_constants_apart() -> None:
+    gm = export(AddThenDouble(), "prefill", X)
+    add, relu, mul = (n for n in gm.graph.nodes if n.op == "call_function")
+    assert region_text([add, relu]) != region_text([add, mul])
+
+
+def test_the_validity_table_names_the_step() -> None:
+    gm = export(Once(), "prefill", X)
+    next(node for node in gm.graph.nodes if node.op == "call_function").meta.pop("val")
+    with pytest.raises(CompileError, match="some_pass: the graph is not valid: shapes recorded"):
+        require_valid(gm, "some_pass")
+
+
+class WritesTwice(nn.Module):
+    def forward(self, x: Tensor, indexer_cache: Tensor, slot_mapping: Tensor) -> Tensor:
+        torch.ops.hybridge.paged_write(indexer_cache, x, slot_mapping)
+        torch.ops.hybridge.paged_write(indexer_cache, x, slot_mapping)
+        return x * 1.5
+
+
+def test_two_writers_of_one_cache_are_not_valid() -> None:
+    inputs = {
+        "x": torch.randn(3, 1, 4),
+        "indexer_cache": torch.randn(4, 2, 1, 4),
+        "slot_mapping": torch.arange(3, dtype=torch.int32),
+    }
+    found = violations(export(WritesTwice(), "prefill", inputs))
+    assert found == ["one writer a cache: indexer_cache is written by 2 vocabulary ops"]
