@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hybridge.compiler.targets.ascend.own_operators import A3, ASCEND_950
+from hybridge.ir.cost import Machine
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Soc:
         aic: Cube cores of one device.
         aiv: Vector cores of one device.
         source: where the numbers are from.
+        machine: rates that the passes compare times with. Orders of magnitude of the generation,
+            ours, from public product data; no result depends on them but the choice of streams
+            and super kernels.
+        nz_only_where_needed: whether ND is read as fast as FRACTAL_NZ.
     """
 
     name: str
@@ -30,6 +35,8 @@ class Soc:
     aic: int
     aiv: int
     source: str
+    machine: Machine
+    nz_only_where_needed: bool
 
 
 SOCS: dict[str, Soc] = {
@@ -39,6 +46,8 @@ SOCS: dict[str, Soc] = {
         aic=24,
         aiv=48,
         source="cann-recipes-infer docs/cann/en/multi_stream_principles.md: 24 AIC, 48 AIV a die",
+        machine=Machine(3.5e14, 1.0e13, 1.6e12, launch=2e-6, event=1e-6, aic=24, aiv=48),
+        nz_only_where_needed=False,
     ),
     ASCEND_950: Soc(
         ASCEND_950,
@@ -46,6 +55,8 @@ SOCS: dict[str, Soc] = {
         aic=32,
         aiv=64,
         source="cannbot_dsl mega_recurrent_kda README: 32 AIC on 950PR; two AIV an AIC (inferred)",
+        machine=Machine(5.0e14, 1.5e13, 1.6e12, launch=2e-6, event=1e-6, aic=32, aiv=64),
+        nz_only_where_needed=True,
     ),
 }
 

@@ -308,9 +308,20 @@ def _cache_copies(graph: Any, caches: dict[str, str]) -> Iterator[CacheCopy]:
 
 
 def _text(graph: Any) -> str:
-    from google.protobuf import text_format
-
-    return text_format.MessageToString(graph, as_utf8=True)
+    """One line a node: `MatMul_1 = MatMul(x, w) stream=side after MatMul`."""
+    lines = []
+    for op in graph.op:
+        data = [name.removesuffix(":0") for name in op.input if name and not name.endswith(CONTROL)]
+        control = [name.removesuffix(CONTROL) for name in op.input if name.endswith(CONTROL)]
+        line = f"{op.name} = {op.type}({', '.join(data)})"
+        if op.output_desc:
+            shapes = [f"[{','.join(map(str, desc.shape.dim))}]" for desc in op.output_desc]
+            line += f" -> {' '.join(shapes)}"
+        for attribute, shown in ((STREAM_LABEL, "stream"), (SUPER_KERNEL_SCOPE, "super_kernel")):
+            if attribute in op.attr:
+                line += f" {shown}={op.attr[attribute].s.decode()}"
+        lines.append(line + (f" after {', '.join(control)}" if control else ""))
+    return "\n".join(lines) + "\n"
 
 
 def read_graph(proto: bytes) -> Any:
