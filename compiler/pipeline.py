@@ -25,6 +25,7 @@ from hybridge.passes.fuse_kda import FuseKda
 from hybridge.passes.fuse_lightning_indexer import FuseLightningIndexer
 from hybridge.passes.fuse_moe import FuseMoe
 from hybridge.passes.fuse_rms_norm import FuseRmsNorm
+from hybridge.passes.fuse_situ import FuseSitu
 from hybridge.passes.fuse_sparse_flash_attention import FuseSparseFlashAttention
 
 PIPELINE: tuple[Pass, ...] = (
@@ -37,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     FuseMoe(),
     # Last: the larger fusions take the norms that belong to them.
     FuseRmsNorm(),
+    FuseSitu(),
 )
 
 #: Largest difference between two steps that is still rounding, relative to the largest value.

@@ -25,7 +25,7 @@ from hybridge.ir import region as regions
 from hybridge.ir.derived import Recipe, apply_recipe
 from hybridge.ir.effects import Effects, has_effect, is_assertion, is_view, written_arguments
 from hybridge.ir.region import Region
-from hybridge.ir.signature import value_of
+from hybridge.ir.signature import placeholders, value_of
 
 
 class ModelShape(Protocol):
@@ -205,11 +205,9 @@ class Rewriter:
         self.derive(name, recipe)
         graph = self.context.graph
         target = name.replace(".", "_")
-        for node in graph.nodes:
-            if node.op != "placeholder":
-                break
-            if node.target == target:
-                return node
+        existing: Node | None = placeholders(graph).get(target)
+        if existing is not None:
+            return existing
         values = [value_of(source) for source in sources]
         mode = _fake_mode(values)
         with mode if mode is not None else nullcontext():

@@ -56,6 +56,7 @@ from hybridge.ops.registry import vocabulary
 from hybridge.ops.sequences import sequence_rows
 from hybridge.passes.paged_reads import CacheRead, cache_reads, cache_values, real_rows
 
+_TABLES = (QUERY_START, CONTEXT_LEN, BLOCK_TABLE)
 SORTS = ("aten::sort", "aten::argsort", "aten::topk")
 SOFTMAXES = ("aten::softmax", "aten::_softmax", "aten::exp")
 
@@ -82,9 +83,7 @@ class FuseLightningIndexer(Pass):
     def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
         decided = MetadataOnly(context)
         for read in list(cache_reads(context, SORTS, SOFTMAXES)):
-            found = _site(context, read, decided)
-            if found is not None:
-                yield found
+            yield _site(context, read, decided)
 
     def check(self, site: Site, context: PassContext) -> Refusal | None:
         verdict: Verdict = site.detail[1]
@@ -108,7 +107,7 @@ class FuseLightningIndexer(Pass):
             roles.query.emit(rewriter),
             roles.head_weights.emit(rewriter),
             roles.cache,
-            *(inputs[name] for name in (QUERY_START, CONTEXT_LEN, BLOCK_TABLE)),
+            *(inputs[name] for name in _TABLES),
             top_k=roles.top_k,
         )
         dtype = dtype_of(roles.end)
@@ -117,32 +116,28 @@ class FuseLightningIndexer(Pass):
         return {roles.end: positions}
 
 
-def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site | Refusal | None:
+def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site | Refusal:
     """The largest region that is proved; else the nearest miss."""
-    missing = [
-        n for n in (QUERY_START, CONTEXT_LEN, BLOCK_TABLE) if n not in metadata(context.graph)
-    ]
-    best: tuple[Roles | None, Verdict] | None = None
+    missing = [name for name in _TABLES if name not in metadata(context.graph)]
+    if missing:
+        reason = f"the graph has no input {missing[0]}"
+        return Refusal(read.anchor.name, "batch metadata", reason, f"give the graph {missing[0]}")
+    best: tuple[Roles, Verdict] | None = None
     for end in _ends(read):
         for roles in _roles(context, read, end, decided):
-            verdict = (
-                Verdict(0, "batch metadata", f"the graph has no input {missing[0]}")
-                if missing
-                else prove_indexer(context, roles)
-            )
+            verdict = prove_indexer(context, roles)
             if best is None or verdict.rank >= best[1].rank:
                 best = (roles, verdict)
-    if best is None or best[0] is None:
+    if best is None:
         return Refusal(
             read.anchor.name,
             "indexer operands",
-            f"between {read.reads[0].name} and {read.anchor.name} there are not one query [T, H, D] and one head "
-            "weight [T, H] beside the keys",
+            f"between {read.reads[0].name} and {read.anchor.name} there are not one query [T, H, D] and one "
+            "head weight [T, H] beside the keys",
             "score keys as sum_h weight[t, h] * relu(query[t, h] . key[s])",
         )
-    roles, verdict = best
-    region = regions.between(read.reads, [roles.end], context.effects)
-    return Site(read.anchor, region, {}, {"top_k": roles.top_k}, (roles, verdict))
+    region = regions.between(read.reads, [best[0].end], context.effects)
+    return Site(read.anchor, region, {}, {"top_k": best[0].top_k}, best)
 
 
 def _ends(read: CacheRead) -> list[Node]:
@@ -234,7 +229,7 @@ def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]
                 query,
                 weights,
                 keys,
-                *(tables[name] for name in (QUERY_START, CONTEXT_LEN, BLOCK_TABLE)),
+                *(tables[name] for name in _TABLES),
                 top_k=roles.top_k,
             )
             given[roles.query.node] = roles.query.to_node(query)

@@ -207,7 +207,8 @@ def _roles(
 ) -> Iterator[Roles]:
     """Every way to see the region's inputs as a query and positions; the trials decide."""
     region = regions.between(read.reads, [end], context.effects)
-    floats, integers = [], []
+    floats: list[Node] = []
+    integers: list[Node] = []
     for node in region.inputs:
         if node is read.cache or decided(node) or regions.is_size(node):
             continue
