@@ -11,6 +11,7 @@ Every operator's constraints are checked on the way; all that are broken are rep
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hybridge.artifacts.errors import CompileError, UsageError
 from hybridge.compiler.targets.ascend.constraints import ASCEND_950, SOCS
 from hybridge.compiler.targets.ascend.device_state import DeviceCache
+from hybridge.compiler.targets.ascend.fuse_situ import fuse_situ
 from hybridge.compiler.targets.ascend.lowerings import attention, attn_res, elementwise, kda, moe
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket, Context, PagedLatent
 from hybridge.compiler.targets.ascend.operators import define_operators
@@ -119,6 +121,7 @@ def lower(
             "give decode buckets as a number of sequences",
         )
     define_operators()
+    graph_module = fuse_situ(graph_module)
     plan = _plan_inputs(graph_module, soc, bucket, caches, latent_width, dtype)
     context = Context(soc, dtype, bucket)
     traced = _trace(graph_module, plan, context)
@@ -191,6 +194,7 @@ def _plan_inputs(
     dtype: torch.dtype,
 ) -> _Plan:
     decoded = {} if soc == ASCEND_950 else _decoded_experts(gm)
+    names = _weight_names(gm)
     weights = []
     for node in gm.graph.nodes:
         source = weight_name(node)
@@ -201,15 +205,24 @@ def _plan_inputs(
         if node in decoded:
             shape, scale = (*shape[:-1], 2 * shape[-1]), decoded[node]
             steps = (("decode_mxfp4", (), ()),)
-            weights.append(PreparedWeight(node.name, source, shape, dtype, steps, scale))
+            weights.append(PreparedWeight(names[node], source, shape, dtype, steps, scale))
             continue
         kept = value.dtype if value.ndim < 2 or not value.is_floating_point() else dtype
-        weights.append(PreparedWeight(node.name, source, shape, kept))
+        weights.append(PreparedWeight(names[node], source, shape, kept))
     return _Plan(
         batch_inputs(bucket),
         device_caches(caches, bucket, latent_width, dtype),
         tuple(weights),
     )
+
+
+def _weight_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """Weight placeholders -> the names of their device inputs: the parameters', as identifiers."""
+    return {
+        node: re.sub(r"\W", "_", str(weight_name(node)))
+        for node in _placeholders(gm)
+        if weight_name(node) is not None
+    }
 
 
 def _decoded_experts(gm: fx.GraphModule) -> dict[fx.Node, str]:
@@ -235,6 +248,7 @@ def _trace(gm: fx.GraphModule, plan: _Plan, context: Context) -> fx.GraphModule:
 
         def run(*values: Tensor) -> Any:
             given = _join_latents(dict(zip(names, values, strict=True)), plan.caches)
+            given |= {node.name: given[name] for node, name in _weight_names(gm).items()}
             return _Runner(gm, context).run_with(given)
 
         traced = make_fx(run, tracing_mode="real")(*inputs.values())

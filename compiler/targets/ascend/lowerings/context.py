@@ -108,6 +108,15 @@ def key_lengths(ctx: Context, query_start: Tensor, context_len: Tensor) -> Tenso
     return ctx.once("keys", make)  # type: ignore[no-any-return]
 
 
+def continues(ctx: Context, context_len: Tensor, rank: int) -> Tensor:
+    """[B, 1, ...] whether a sequence has cached tokens, for masks of `rank` dimensions."""
+
+    def make() -> Tensor:
+        return (context_len > 0).view(-1, *[1] * (rank - 1))
+
+    return ctx.once(("continues", rank), make)  # type: ignore[no-any-return]
+
+
 def device_table(ctx: Context, block_table: Tensor) -> Tensor:
     """Block ids behind the null block; unused entries (-1) become the null block."""
     return ctx.once("table", lambda: (block_table + 1).clamp(min=0).to(torch.int32))  # type: ignore[no-any-return]

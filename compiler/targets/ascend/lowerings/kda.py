@@ -11,6 +11,7 @@ from torch import Tensor
 from hybridge.compiler.targets.ascend.constraints import ASCEND_950
 from hybridge.compiler.targets.ascend.lowerings.context import (
     Context,
+    continues,
     device_slots,
     matmul,
     sequence_of,
@@ -40,7 +41,7 @@ def log_decay(gate: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float |
 def _history(ctx: Context, conv_state: Tensor, context_len: Tensor, slots: Tensor) -> Tensor:
     """[B, W - 1, C] the raw outputs before this call; zeros for a sequence that starts now."""
     rows = conv_state.index_select(0, slots)
-    return torch.where((context_len > 0).view(-1, 1, 1), rows, torch.zeros_like(rows))
+    return torch.where(continues(ctx, context_len, 3), rows, 0.0)
 
 
 def _fused_convolution(
@@ -164,7 +165,7 @@ def lower_kda_prefill(
         torch.sigmoid(beta.float()),
         a_log.float(),
         dt_bias.float(),
-        _initial_states(state, context_len, slots),
+        _initial_states(ctx, state, context_len, slots),
         ctx.once("chunk_starts", lambda: _with_tail(query_start, qkv.shape[0])),
         float(query.shape[-1]) ** -0.5,
         CHUNK,
@@ -176,11 +177,10 @@ def lower_kda_prefill(
     return output  # type: ignore[no-any-return]
 
 
-def _initial_states(state: Tensor, context_len: Tensor, slots: Tensor) -> Tensor:
+def _initial_states(ctx: Context, state: Tensor, context_len: Tensor, slots: Tensor) -> Tensor:
     """[B + 1, H, V, K]: each sequence's state, zero where it starts, and the padding's."""
     rows = state.index_select(0, slots)
-    seeded = (context_len > 0).view(-1, 1, 1, 1)
-    rows = torch.where(seeded, rows, torch.zeros_like(rows))
+    rows = torch.where(continues(ctx, context_len, 4), rows, 0.0)
     return F.pad(rows, (0, 0, 0, 0, 0, 0, 0, 1))
 
 
@@ -228,7 +228,7 @@ def lower_kda_decode(
     )
     decay = log_decay(matmul(ctx, low, f_b_weight), a_log, dt_bias, lower_bound)
     # A sequence without context starts from nothing, whatever its row holds.
-    decay = torch.where((context_len > 0).view(-1, 1, 1), decay, FORGET)
+    decay = torch.where(continues(ctx, context_len, 3), decay, FORGET)
     core = torch.ops.npu.npu_recurrent_gated_delta_rule(
         l2_normalise(query).to(ctx.dtype),
         l2_normalise(key).to(ctx.dtype),
