@@ -44,7 +44,8 @@ void clear_idle_rows(const KdaBatch& batch, float* output) {
   std::memset(output + used * row, 0, floats_of((batch.tokens - used) * row));
 }
 
-// Runs `fill(token, rows)` and the recurrence over one head of one sequence, 16 tokens at a time.
+// Runs `fill(first token, count)` and the recurrence over one head of one sequence, 16 tokens at a
+// time.
 template <typename Fill>
 void run_head(const KdaBatch& batch, const Sequence& sequence, std::int64_t head,
               const KdaScratch& s, float* states, float* output, Fill&& fill) {
@@ -54,7 +55,7 @@ void run_head(const KdaBatch& batch, const Sequence& sequence, std::int64_t head
   for (std::int64_t done = 0; done < sequence.count; done += kChunk) {
     const std::int64_t left = sequence.count - done;
     const int count = static_cast<int>(left < kChunk ? left : kChunk);
-    for (int i = 0; i < count; ++i) fill(done + i, i);
+    fill(done, count);
     run_rows(s, count);
     for (int i = 0; i < count; ++i) {
       const std::int64_t token = sequence.first + done + i;
@@ -65,19 +66,42 @@ void run_head(const KdaBatch& batch, const Sequence& sequence, std::int64_t head
   store_state(s, state);
 }
 
+// A head's part of a row lies far from that of the next row, where no hardware prefetcher looks.
+void fetch_rows(const float* row, std::int64_t stride, std::int64_t count, std::int64_t width) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    for (std::int64_t c = 0; c < width; c += 16) prefetch_far(row + i * stride + c);
+  }
+}
+
+void copy_rows(const float* from, std::int64_t from_stride, std::int64_t count, std::int64_t width,
+               float* to, std::int64_t to_stride) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::memcpy(to + i * to_stride, from + i * from_stride, floats_of(width));
+  }
+}
+
+std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
 void recurrence_of_head(const KdaRecurrence& args, const Sequence& sequence, std::int64_t head,
                         const KdaScratch& s) {
   const KdaBatch& batch = args.batch;
-  run_head(batch, sequence, head, s, args.state, args.output, [&](std::int64_t token, int row) {
-    const std::int64_t at = (sequence.first + token) * batch.heads + head;
-    const std::size_t key_bytes = floats_of(batch.key_dim);
-    std::memcpy(s.query + row * s.key_stride, args.query + at * batch.key_dim, key_bytes);
-    std::memcpy(s.key + row * s.key_stride, args.key + at * batch.key_dim, key_bytes);
-    std::memcpy(s.log_decay + row * s.key_stride, args.log_decay + at * batch.key_dim, key_bytes);
-    std::memcpy(s.value + row * s.value_stride, args.value + at * batch.value_dim,
-                floats_of(batch.value_dim));
-    s.beta[row] = args.beta[at];
-  });
+  const std::int64_t key_dim = batch.key_dim, value_dim = batch.value_dim;
+  const std::int64_t key_step = batch.heads * key_dim, value_step = batch.heads * value_dim;
+  const auto fill = [&](std::int64_t first, int count) {
+    const std::int64_t at = (sequence.first + first) * batch.heads + head;
+    const std::int64_t next = at + kChunk * batch.heads;
+    const std::int64_t more = smaller(kChunk, sequence.count - first - kChunk);
+    const float* const from[] = {args.query, args.key, args.log_decay};
+    float* const to[] = {s.query, s.key, s.log_decay};
+    for (int i = 0; i < 3; ++i) {
+      copy_rows(from[i] + at * key_dim, key_step, count, key_dim, to[i], s.key_stride);
+      fetch_rows(from[i] + next * key_dim, key_step, more, key_dim);
+    }
+    copy_rows(args.value + at * value_dim, value_step, count, value_dim, s.value, s.value_stride);
+    fetch_rows(args.value + next * value_dim, value_step, more, value_dim);
+    for (int i = 0; i < count; ++i) s.beta[i] = args.beta[at + i * batch.heads];
+  };
+  run_head(batch, sequence, head, s, args.state, args.output, fill);
 }
 
 void prefill_of_head(const KdaPrefill& args, const Sequence& sequence, std::int64_t head,
@@ -89,20 +113,28 @@ void prefill_of_head(const KdaPrefill& args, const Sequence& sequence, std::int6
   channel_rows(args.gate.conv_weight, args.gate.conv_width, channels, channels.taps);
   load_history(channels, sequence.fresh ? nullptr : conv_state);
   const float query_scale = 1.0f / std::sqrt(static_cast<float>(batch.key_dim));
-  run_head(batch, sequence, head, s, args.state, args.output, [&](std::int64_t token, int row) {
-    float* query = s.query + row * s.key_stride;
-    float* key = s.key + row * s.key_stride;
-    convolve(channels, 0, raw, 3 * width, token, query);
-    convolve(channels, 1, raw, 3 * width, token, key);
-    convolve(channels, 2, raw, 3 * width, token, s.value + row * s.value_stride);
-    normalise(query, s.key_stride, query_scale);
-    normalise(key, s.key_stride, 1.0f);
-    const std::int64_t at = sequence.first + token;
-    log_decay(args.gate, args.gate.a_log[head], args.decay + at * width + head * batch.key_dim,
-              args.gate.dt_bias + head * batch.key_dim, batch.key_dim,
-              s.log_decay + row * s.key_stride);
-    s.beta[row] = sigmoid_of(args.beta[at * batch.heads + head]);
-  });
+  const auto fill = [&](std::int64_t first, int count) {
+    convolve(channels, 0, raw, 3 * width, first, count, s.query, s.key_stride);
+    convolve(channels, 1, raw, 3 * width, first, count, s.key, s.key_stride);
+    convolve(channels, 2, raw, 3 * width, first, count, s.value, s.value_stride);
+    const std::int64_t at = sequence.first + first;
+    const float* decay = args.decay + at * width + head * batch.key_dim;
+    const std::int64_t next = first + kChunk;
+    const std::int64_t more = smaller(kChunk, sequence.count - next);
+    for (std::int64_t offset : channels.offset) {
+      fetch_rows(raw + next * 3 * width + offset, 3 * width, more, batch.key_dim);
+    }
+    fetch_rows(decay + kChunk * width, width, more, batch.key_dim);
+    for (int i = 0; i < count; ++i) {
+      normalise(s.query + i * s.key_stride, s.key_stride, query_scale);
+      normalise(s.key + i * s.key_stride, s.key_stride, 1.0f);
+      log_decay(args.gate, args.gate.a_log[head], decay + i * width,
+                args.gate.dt_bias + head * batch.key_dim, batch.key_dim,
+                s.log_decay + i * s.key_stride);
+      s.beta[i] = sigmoid_of(args.beta[(at + i) * batch.heads + head]);
+    }
+  };
+  run_head(batch, sequence, head, s, args.state, args.output, fill);
   store_history(channels, raw, 3 * width, sequence.count, conv_state);
 }
 
@@ -166,9 +198,9 @@ void decode_head(const KdaDecode& args, const Sequence& sequence, std::int64_t h
   channel_rows(args.gate.conv_weight, args.gate.conv_width, channels, channels.taps);
   load_history(channels, sequence.fresh ? nullptr : conv_state);
   clear_kda_rows(s);
-  convolve(channels, 0, projected, 0, 0, s.query);
-  convolve(channels, 1, projected, 0, 0, s.key);
-  convolve(channels, 2, projected, 0, 0, s.value);
+  convolve(channels, 0, projected, 0, 0, 1, s.query, s.key_stride);
+  convolve(channels, 1, projected, 0, 0, 1, s.key, s.key_stride);
+  convolve(channels, 2, projected, 0, 0, 1, s.value, s.value_stride);
   store_history(channels, projected, 0, 1, conv_state);
   normalise(s.query, s.key_stride, 1.0f / std::sqrt(static_cast<float>(width)));
   normalise(s.key, s.key_stride, 1.0f);

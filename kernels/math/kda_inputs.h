@@ -75,24 +75,72 @@ inline void store_history(const HeadChannels& channels, const float* raw, std::i
   }
 }
 
-// to[0, width) = silu of the convolution that ends at `token`; raw is row 0 of the sequence.
-inline void convolve(const HeadChannels& channels, int part, const float* raw,
-                     std::int64_t raw_stride, std::int64_t token, float* to) {
-  const std::int64_t history = channels.history;
-  const float* taps = channels.taps + part * (history + 1) * channels.stride;
-  for (std::int64_t c = 0; c < channels.width; c += kWidth) {
-    const std::int64_t here = channels.width - c < kWidth ? channels.width - c : kWidth;
-    Lanes sum = Lanes::zero();
-    for (std::int64_t i = 0; i <= history; ++i) {
-      const std::int64_t source = token - history + i;
-      const float* row =
-          source >= 0 ? raw + source * raw_stride + channels.offset[part] + c
-                      : channels.past + (part * history + history + source) * channels.stride + c;
-      const Lanes value = load_first_or_all(row, here);
-      sum = multiply_add(Lanes::load(taps + i * channels.stride + c), value, sum);
-    }
+// Where the raw row of a token lies: in `raw`, row 0 of the sequence, or among the past ones.
+inline const float* raw_row(const HeadChannels& channels, int part, const float* raw,
+                            std::int64_t raw_stride, std::int64_t token) {
+  if (token >= 0) return raw + token * raw_stride + channels.offset[part];
+  const std::int64_t past = part * channels.history + channels.history + token;
+  return channels.past + past * channels.stride;
+}
+
+// The convolution over one vector of channels, `count` tokens long. The last kTaps - 1 raw values
+// stay in registers, so that each is loaded once.
+template <int kTaps>
+inline void convolve_lanes(const HeadChannels& channels, int part, const float* raw,
+                           std::int64_t raw_stride, std::int64_t first, int count, std::int64_t c,
+                           float* to, std::int64_t to_stride) {
+  const std::int64_t here = channels.width - c;
+  const float* taps = channels.taps + part * kTaps * channels.stride + c;
+  Lanes tap[kTaps], window[kTaps];
+#pragma GCC unroll 8
+  for (int i = 0; i < kTaps; ++i) tap[i] = Lanes::load(taps + i * channels.stride);
+#pragma GCC unroll 8
+  for (int i = 1; i < kTaps; ++i) {
+    const float* row = raw_row(channels, part, raw, raw_stride, first + i - kTaps);
+    window[i] = load_first_or_all(row + c, here);
+  }
+  const float* row = raw + first * raw_stride + channels.offset[part] + c;
+  for (int token = 0; token < count; ++token, row += raw_stride) {
+#pragma GCC unroll 8
+    for (int i = 1; i < kTaps; ++i) window[i - 1] = window[i];
+    window[kTaps - 1] = load_first_or_all(row, here);
+    Lanes sum = tap[0] * window[0];
+#pragma GCC unroll 8
+    for (int i = 1; i < kTaps; ++i) sum = multiply_add(tap[i], window[i], sum);
     // Padding lanes: silu(0) = 0.
-    silu(sum).store(to + c);
+    silu(sum).store(to + token * to_stride + c);
+  }
+}
+
+// The same for any number of taps.
+inline void convolve_lanes_any(const HeadChannels& channels, int part, const float* raw,
+                               std::int64_t raw_stride, std::int64_t first, int count,
+                               std::int64_t c, float* to, std::int64_t to_stride) {
+  const std::int64_t here = channels.width - c;
+  const std::int64_t taps = channels.history + 1;
+  const float* tap = channels.taps + part * taps * channels.stride + c;
+  for (int token = 0; token < count; ++token) {
+    Lanes sum = Lanes::zero();
+    for (std::int64_t i = 0; i < taps; ++i) {
+      const float* row =
+          raw_row(channels, part, raw, raw_stride, first + token + i - channels.history);
+      const Lanes weight = Lanes::load(tap + i * channels.stride);
+      sum = multiply_add(weight, load_first_or_all(row + c, here), sum);
+    }
+    silu(sum).store(to + token * to_stride + c);
+  }
+}
+
+// Rows [0, count) of `to` = silu of the convolutions that end at tokens first, first + 1, ...
+inline void convolve(const HeadChannels& channels, int part, const float* raw,
+                     std::int64_t raw_stride, std::int64_t first, int count, float* to,
+                     std::int64_t to_stride) {
+  for (std::int64_t c = 0; c < channels.width; c += kWidth) {
+    if (channels.history == 3) {
+      convolve_lanes<4>(channels, part, raw, raw_stride, first, count, c, to, to_stride);
+    } else {
+      convolve_lanes_any(channels, part, raw, raw_stride, first, count, c, to, to_stride);
+    }
   }
 }
 
