@@ -7,8 +7,9 @@ namespace {
 
 // With at least this many blocks of queries there is work for every thread without sharing rows.
 constexpr int64_t kEnoughBlocks = 16;
-// Rows that make a task of their own worthwhile.
-constexpr int64_t kTaskRows = 128;
+// Rows that make a task of their own worthwhile: some 50 microseconds against 5 to set up and
+// merge.
+constexpr int64_t kTaskRows = 256;
 constexpr int64_t kMaxTasksOfBlock = 16;
 
 struct Plan {

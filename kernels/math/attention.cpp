@@ -58,7 +58,7 @@ Working take_working(const AttentionArgs& args, int64_t queries) {
 }
 
 template <class Words>
-void begin(const AttentionArgs& args, const QueryBlock& block, Working& w) {
+void begin(const AttentionArgs& args, const QueryBlock& block, const Working& w) {
   const int64_t row = args.cache.row;
   const float* query = args.query + block.first_query * row;
   float* panel = w.panels;
@@ -296,6 +296,16 @@ void add_values(const Working& w, int64_t count, int64_t queries) {
   }
 }
 
+// Asks for whole rows of `bytes` bytes to be brought into the cache.
+template <class Stored>
+void fetch_rows(const Stored* const* rows, int64_t count, int64_t bytes) {
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t at = 0; at < bytes; at += 64) {
+      prefetch(reinterpret_cast<const char*>(rows[r]) + at);
+    }
+  }
+}
+
 template <class Stored>
 void attend(const AttentionArgs& args, const QueryBlock& block, const AttentionTask& task,
             const Working& w) {
@@ -307,6 +317,8 @@ void attend(const AttentionArgs& args, const QueryBlock& block, const AttentionT
   std::fill_n(rows[0], 2 * kTileRows, static_cast<const Stored*>(args.cache.data));
   int64_t at = task.first_row, first = at;
   int64_t count = next_rows(args, block, task.end_row, at, rows[0]);
+  fetch_rows(rows[0], count, args.cache.row * static_cast<int64_t>(sizeof(Stored)));
+  begin<Words>(args, block, w);
   for (int64_t tile = 0; count > 0; ++tile) {
     const int64_t next_first = at;
     const Stored** next = rows[(tile + 1) % 2];
@@ -394,8 +406,7 @@ void attention_of(const AttentionArgs& args, const Parallel& parallel) {
   parallel_for(parallel, static_cast<size_t>(args.task_count), [&](size_t t) {
     const AttentionTask& task = args.tasks[t];
     const QueryBlock& block = args.blocks[task.block];
-    Working w = take_working<Words>(args, block.queries);
-    begin<Words>(args, block, w);
+    const Working w = take_working<Words>(args, block.queries);
     attend<Stored>(args, block, task, w);
     if (task.partial >= 0) return keep_partial(args, w, block.queries, partials, task.partial);
     for (int64_t q = 0; q < block.queries; ++q) {

@@ -15,6 +15,9 @@ constexpr int64_t kSharedGroups = 16;
 // Keys of one task where keys are shared out.
 constexpr int64_t kTaskKeys = 1024;
 
+// How many tiles of kRowTile keys ahead of the products keys are fetched.
+constexpr int64_t kTilesAhead = 1;
+
 // What the tokens of a group bring along, in the form that the products read.
 struct PackedQueries {
   float* panels;   // per token, per block of up to kPanelLanes heads: a panel
@@ -105,19 +108,18 @@ void score_keys(const LightningIndexerArgs& args, const TokenGroup& group,
                 const PackedQueries& packed, int64_t begin, int64_t end, float* widened,
                 float* scores, int64_t stride) {
   using Words = typename RowsAs<Stored>::Words;
-  // The rows of this tile and of the next.
-  const Stored* rows[2][kRowTile];
-  int64_t count = std::min<int64_t>(kRowTile, end - begin);
-  row_pointers(args.cache, group.sequence, begin, count, rows[0]);
-  for (int64_t key = begin, tile = 0; key < end; key += kRowTile, ++tile) {
+  for (int64_t key = begin; key < end; key += kRowTile) {
+    const int64_t count = std::min<int64_t>(kRowTile, end - key);
+    const Stored* rows[kRowTile];
+    row_pointers(args.cache, group.sequence, key, count, rows);
     const typename Words::Element* readable[kRowTile];
-    readable_rows(rows[tile % 2], count, args.cache.row, widened, readable);
-    count = std::clamp<int64_t>(end - key - kRowTile, 0, kRowTile);
-    const Stored** next = rows[(tile + 1) % 2];
-    if (count > 0) row_pointers(args.cache, group.sequence, key + kRowTile, count, next);
+    readable_rows(rows, count, args.cache.row, widened, readable);
+    const Stored* later[kRowTile];
+    const int64_t later_key = std::min(key + kTilesAhead * kRowTile, end - count);
+    row_pointers(args.cache, group.sequence, later_key, count, later);
     const char* ahead[kRowTile];
     for (int64_t i = 0; i < kRowTile; ++i) {
-      ahead[i] = reinterpret_cast<const char*>(i < count ? next[i] : rows[tile % 2][0]);
+      ahead[i] = reinterpret_cast<const char*>(later[std::min(i, count - 1)]);
     }
     bool first = true;
     for (int64_t i = 0; i < group.tokens; ++i) {

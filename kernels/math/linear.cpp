@@ -12,7 +12,8 @@ namespace {
 
 // Up to this many rows the weight's way from memory is the limit, and dot products along rows keep
 // up with it; beyond, the packed panel product does more with each word it loads.
-constexpr int64_t kDotRows = 4;
+template <class Words>
+constexpr int64_t kDotRows = Words::kElements == 2 ? 4 : std::max(4, kWidth / 2);
 // Up to this many rows a product of bfloat16 pairs takes x as the sum of two bfloat16 numbers: the
 // vector has lanes to spare, and few rows are where exact sums are expected (decoding).
 constexpr int64_t kSplitRows = kWidth / 2;
@@ -164,7 +165,9 @@ void by_panels(const LinearArgs& args, const Parallel& parallel) {
 
 template <class Weight>
 void linear_of(const LinearArgs& args, const Parallel& parallel) {
-  if (args.rows <= kDotRows) return by_dot_products<Weight>(args, parallel);
+  if (args.rows <= kDotRows<typename RowsAs<Weight>::Words>) {
+    return by_dot_products<Weight>(args, parallel);
+  }
   return by_panels<Weight>(args, parallel);
 }
 
