@@ -232,8 +232,10 @@ def _end_views(end: Node, tokens: object, heads: object, row: int) -> Iterator[O
     """Ways to see the end as [T, H, value_dim], a value being a part of a row."""
     shape = shape_of(end) or ()
     for view in operands(end, (tokens, heads, None)):
+        if view.node is not end:
+            continue
         size = shape[view.axes[2]]
-        if view.node is end and isinstance(size, int) and size <= row:
+        if isinstance(size, int) and size <= row:
             yield view
 
 

@@ -62,16 +62,16 @@ def export(module: nn.Module, phase: str, inputs: dict[str, Tensor]) -> GraphMod
     return gm
 
 
-def batch(phase: str) -> Batch:
+def batch(phase: str, padding: int = 2) -> Batch:
     """A ragged batch with a padded tail; in decode three sequences."""
     if phase == "decode":
         return Batch("example", (1, 1, 1), (5, 0, 9), 3, (True,) * 3, BLOCK, 4, 9, 5)
-    return Batch("example", (2, 0, 4), (3, 1, 0), 8, (True,) * 3, BLOCK, 3, 8, 5)
+    return Batch("example", (2, 0, 4), (3, 1, 0), 6 + padding, (True,) * 3, BLOCK, 3, 8, 5)
 
 
-def metadata(phase: str, *names: str) -> dict[str, Tensor]:
+def metadata(phase: str, *names: str, padding: int = 2) -> dict[str, Tensor]:
     """The named integer inputs of the example batch."""
-    inputs = batch(phase).inputs()
+    inputs = batch(phase, padding).inputs()
     return {name: inputs[name] for name in names}
 
 
@@ -181,14 +181,14 @@ class PlainIndexer(nn.Module):
         return torch.where(ascending < last, ascending, tail).int()
 
 
-def indexer_inputs(phase: str, seed: int = 0) -> dict[str, Tensor]:
+def indexer_inputs(phase: str, seed: int = 0, padding: int = 2) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    example = batch(phase)
+    example = batch(phase, padding)
     return {
         "query": torch.randn(example.tokens, HEADS, WIDTH, generator=generator),
         "head_weights": torch.randn(example.tokens, HEADS, generator=generator),
         "indexer_cache": torch.randn(example.blocks, BLOCK, 1, WIDTH, generator=generator),
-        **metadata(phase, "query_start", "context_len", "block_table"),
+        **metadata(phase, "query_start", "context_len", "block_table", padding=padding),
     }
 
 
@@ -249,14 +249,16 @@ class PlainAttention(nn.Module):
         return torch.softmax(scores, dim=-1, dtype=torch.float32)
 
 
-def attention_inputs(phase: str, sparse: bool = True, seed: int = 0) -> dict[str, Tensor]:
+def attention_inputs(
+    phase: str, sparse: bool = True, seed: int = 0, padding: int = 2
+) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    example = batch(phase)
+    example = batch(phase, padding)
     width = LATENT + ROPE
     inputs = {
         "query": torch.randn(example.tokens, HEADS, width, generator=generator),
         "latent_cache": torch.randn(example.blocks, BLOCK, 1, width, generator=generator),
-        **metadata(phase, "query_start", "context_len", "block_table"),
+        **metadata(phase, "query_start", "context_len", "block_table", padding=padding),
     }
     if sparse:
         chosen = torch.full((example.tokens, TOP_K), -1, dtype=torch.int32)
