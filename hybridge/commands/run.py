@@ -146,9 +146,10 @@ def run(
 
 def show(tokens: Iterator[int], text: Text | None) -> None:
     """Print tokens as they come: as text, or as ids with blanks between."""
-    pieces = (str(token) + " " for token in tokens) if text is None else text.stream(tokens)
-    for piece in pieces:
-        print(piece, end="", flush=True)
+    pieces = map(str, tokens) if text is None else text.stream(tokens)
+    separator = " " if text is None else ""
+    for place, piece in enumerate(pieces):
+        print(separator if place else "", piece, sep="", end="", flush=True)
     print()
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
+from hybridge.artifacts.manifest import FileEntry, read_manifest
 from hybridge.artifacts.safetensors import read_tensors
 from hybridge.cli import main
 
@@ -163,8 +169,6 @@ def test_inspect_shows_a_refusal_with_rule_reason_and_remedy() -> None:
 def test_run_takes_a_prompt_from_anywhere(
     capsys: Capture, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import io
-
     options = ["--max-new-tokens", 5]
     first = json_of(capsys, "run", tiny_artifact, "--ids", "3,1,4,1,5,9,2,6", *options)
     assert first["prompt_ids"] == [3, 1, 4, 1, 5, 9, 2, 6]
@@ -198,6 +202,41 @@ def test_run_writes_logits_of_every_position(
     assert written["logits"].shape == (9, 256)
     assert written["token_ids"].tolist() == [3, 1, 4, 1, 5, *tokens]
     assert written["logits"].argmax(-1)[4:8].tolist() == tokens
+
+
+@pytest.fixture
+def artifact_with_tokenizer(tiny_artifact: Path, tmp_path: Path) -> Path:
+    """`tiny_artifact` with a tokenizer whose tokens are the 256 bytes."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: place for place, letter in enumerate(alphabet)}, [])
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    content = tokenizer.to_str().encode()
+
+    folder = tmp_path / "art"
+    shutil.copytree(tiny_artifact, folder)
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_bytes(content)
+    manifest, _ = read_manifest(folder)
+    entry = FileEntry(len(content), hashlib.sha256(content).hexdigest())
+    name = "tokenizer/tokenizer.json"
+    manifest = replace(manifest, tokenizer=name, files={**manifest.files, name: entry})
+    (folder / "manifest.json").write_bytes(manifest.to_bytes())
+    return folder
+
+
+def test_run_takes_and_gives_text(
+    capsys: Capture, artifact_with_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--max-new-tokens", 6]
+    first = json_of(capsys, "run", artifact_with_tokenizer, "--prompt", "grüße", *options)
+    assert len(first["prompt_ids"]) == 7
+    assert first["text"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("grüße"))
+    printed = output_of(capsys, "run", artifact_with_tokenizer, *options)
+    assert printed == first["text"] + "\n"
 
 
 @pytest.mark.parametrize(
