@@ -26,10 +26,18 @@ _TYPES = {
 
 
 def run_body(
-    op: FusedOp, args: tuple[Tensor | None, ...], attributes: dict[str, Any]
+    op: FusedOp,
+    args: tuple[Tensor | None, ...],
+    attributes: dict[str, Any],
+    *,
+    told_types: bool,
 ) -> list[Tensor]:
-    """The outputs of `op` as its ONNX function computes them."""
-    session = _session(op, args, attributes)
+    """The outputs of `op` as its ONNX function computes them.
+
+    Args:
+        told_types: the body may leave out casts of inputs that are fp32.
+    """
+    session = _session(op, args, attributes, told_types)
     names = op.tensor_arguments
     binding = session.io_binding()
     held = []
@@ -44,13 +52,15 @@ def run_body(
 
 
 def _session(
-    op: FusedOp, args: tuple[Tensor | None, ...], attributes: dict[str, Any]
+    op: FusedOp, args: tuple[Tensor | None, ...], attributes: dict[str, Any], told_types: bool
 ) -> onnxruntime.InferenceSession:
     given = {k: v for k, v in zip(op.tensor_arguments, args, strict=True) if v is not None}
     present = {name: value for name, value in attributes.items() if value is not None}
     absent = frozenset((*op.tensor_arguments, *attributes)) - frozenset((*given, *present))
     strings = tuple((name, value) for name, value in present.items() if isinstance(value, str))
-    function = ir.serde.serialize_function(local_function(op, Variant(absent, strings)))
+    fp32 = frozenset(name for name, value in given.items() if value.dtype is torch.float32)
+    variant = Variant(absent, strings, fp32 if told_types else frozenset())
+    function = ir.serde.serialize_function(local_function(op, variant))
     node = onnx.helper.make_node(
         op.onnx_type,
         [name if name in given else "" for name in op.tensor_arguments],

@@ -17,12 +17,13 @@ def test_every_op_has_a_body_and_a_case():
     assert {case.op for case in CASES.values()} == set(vocabulary)
 
 
+@pytest.mark.parametrize("told_types", [False, True], ids=["any-type", "fp32-known"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_body_equals_reference(case: Case):
+def test_body_equals_reference(case: Case, told_types: bool):
     op = vocabulary[case.op]
     expected = op.functional(*case.args, **case.attributes)
     expected = list(expected) if isinstance(expected, tuple) else [expected]
-    found = run_body(op, case.args, case.attributes)
+    found = run_body(op, case.args, case.attributes, told_types=told_types)
     assert len(found) == len(expected)
     for ours, reference in zip(found, expected, strict=True):
         assert ours.dtype is reference.dtype

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
@@ -152,10 +152,13 @@ def _forget_traces(model: ir.Model) -> None:
 def _attach_functions(model: ir.Model) -> None:
     by_type = {op.onnx_type: op for op in vocabulary.values()}
     variants: dict[str, tuple[Variant, ir.Node]] = {}
+    fp32: dict[str, frozenset[str]] = {}
     for node in model.graph:
         if node.domain != DOMAIN:
             continue
         variant = _variant(by_type[node.op_type], node)
+        wide = _fp32_inputs(by_type[node.op_type], node)
+        fp32[node.op_type] = fp32.get(node.op_type, wide) & wide
         known, first = variants.setdefault(node.op_type, (variant, node))
         if known != variant:
             raise CompileError(
@@ -164,10 +167,18 @@ def _attach_functions(model: ir.Model) -> None:
                 "one model-local function has one body: make the model's layers agree, or split the op",
             )
     for name in sorted(variants):
-        function = local_function(by_type[name], variants[name][0])
+        variant = replace(variants[name][0], fp32=fp32[name])
+        function = local_function(by_type[name], variant)
         model.functions[function.identifier()] = function
     model.graph.opset_imports[DOMAIN] = VERSION
     model.graph.opset_imports[""] = OPSET
+
+
+def _fp32_inputs(op: FusedOp, node: ir.Node) -> frozenset[str]:
+    named = zip(op.tensor_arguments, node.inputs, strict=False)
+    return frozenset(
+        name for name, value in named if value is None or value.dtype is ir.DataType.FLOAT
+    )
 
 
 def _variant(op: FusedOp, node: ir.Node) -> Variant:

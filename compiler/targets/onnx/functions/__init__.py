@@ -61,10 +61,12 @@ class Variant:
     Args:
         absent: optional inputs and attributes that the nodes leave out.
         strings: (name, value) of string attributes.
+        fp32: inputs that are fp32 in all the nodes, so that the body need not cast them.
     """
 
     absent: frozenset[str] = frozenset()
     strings: tuple[tuple[str, str], ...] = ()
+    fp32: frozenset[str] = frozenset()
 
 
 def local_function(op: FusedOp, variant: Variant) -> ir.Function:
@@ -75,7 +77,10 @@ def local_function(op: FusedOp, variant: Variant) -> ir.Function:
         variant: what the nodes that call it leave out; those of one model must agree.
     """
     builder = Builder()
-    inputs = {name: Expression(ir.Value(name=name)) for name in op.tensor_arguments}
+    inputs = {
+        name: Expression(ir.Value(name=name), is_fp32=name in variant.fp32)
+        for name in op.tensor_arguments
+    }
     with builder.opened():
         given = {name: None if name in variant.absent else value for name, value in inputs.items()}
         results = BODIES[op.name](**given, **_attribute_values(op, variant))

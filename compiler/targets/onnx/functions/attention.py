@@ -16,6 +16,7 @@ from hybridge.compiler.targets.onnx.functions.builder import (
     INT64,
     Expression,
     arange,
+    computed,
     concat,
     many,
     op,
@@ -82,7 +83,7 @@ def sparse_flash_attention(
         return [], [_attend(q, found, keep, scale, value_dim)]
 
     (output,) = scan(token, [], [query.fp32(), tables, wanted], [(FLOAT, 2)])
-    return (output.like(query),)
+    return (computed(output).like(query),)
 
 
 def mla_attention(
@@ -107,7 +108,7 @@ def mla_attention(
 
     scanned = [query.fp32(), tables, _at_least_one(visible, rows.valid), rows.valid]
     (output,) = scan(token, [], scanned, [(FLOAT, 2)])
-    return (output.like(query),)
+    return (computed(output).like(query),)
 
 
 def _at_least_one(visible: Expression, valid: Expression) -> Expression:

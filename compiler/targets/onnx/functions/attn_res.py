@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridge.compiler.targets.onnx.functions.builder import Expression, op
+from hybridge.compiler.targets.onnx.functions.builder import Expression, computed, op
 
 
 def attn_res_prepare(
@@ -35,4 +35,4 @@ def attn_res_update(
     frozen, live = op.Exp(logit_max - merged), op.Exp(score - merged)
     total = exp_sum * frozen + live
     mixed = numerator * (frozen / total).unsqueeze(-1) + value * (live / total).unsqueeze(-1)
-    return (mixed.like(prefix),)
+    return (computed(mixed).like(prefix),)

@@ -28,9 +28,15 @@ _OPEN: ContextVar[Builder] = ContextVar("open builder")
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """A value in a body under construction."""
+    """A value in a body under construction.
+
+    Args:
+        value: the ONNX value.
+        is_fp32: known to be fp32, so that a cast to it is left out.
+    """
 
     value: ir.Value
+    is_fp32: bool = False
 
     def __add__(self, other: Any) -> Expression:
         return op.Add(self, other)
@@ -71,7 +77,7 @@ class Expression:
 
     def fp32(self) -> Expression:
         """Cast to fp32."""
-        return op.Cast(self, to=ir.DataType.FLOAT)
+        return self if self.is_fp32 else Expression(op.Cast(self, to=FLOAT).value, is_fp32=True)
 
     def int64(self) -> Expression:
         """Cast to int64."""
@@ -83,7 +89,8 @@ class Expression:
 
     def like(self, other: Expression) -> Expression:
         """Cast to the type of `other`."""
-        return op.CastLike(self, other)
+        same = self.is_fp32 and other.is_fp32
+        return self if same else op.CastLike(self, other)
 
     def dim(self, axis: int) -> Expression:
         """The size of `axis`, a 1-D tensor of one int64."""
@@ -198,6 +205,11 @@ def many(op_type: str, outputs: int, *inputs: Any, **attributes: Any) -> tuple[E
     values = [None if item is None else _expression(item).value for item in inputs]
     converted = ir.convenience.convert_attributes(attributes)
     return _OPEN.get().add(op_type, values, converted, outputs)
+
+
+def computed(value: Expression) -> Expression:
+    """Mark the result of fp32 maths."""
+    return Expression(value.value, is_fp32=True)
 
 
 def attribute(name: str, kind: type) -> Expression:

@@ -13,6 +13,7 @@ from hybridge.compiler.targets.onnx.functions.builder import (
     FLOAT,
     Expression,
     arange,
+    computed,
     op,
     scan,
 )
@@ -76,7 +77,7 @@ def kda_recurrence(
     """The body of `kda_recurrence`: arguments and results as its reference."""
     batch = _sequences(query_start, context_len, state_slot, query.dim(0))
     output, new_state = _recurrence(query, key, value, log_decay, beta, state, batch)
-    return output.like(value), new_state
+    return computed(output).like(value), new_state
 
 
 def _recurrence(
@@ -152,7 +153,7 @@ def kda_prefill(
         state,
         batch,
     )
-    return output.like(qkv), new_conv_state, new_state
+    return computed(output).like(qkv), new_conv_state, new_state
 
 
 def kda_decode(
@@ -198,7 +199,7 @@ def kda_decode(
     gated = normed.reshape(x.dim(0), -1) * op.Sigmoid(output_gate)
     active = (state_slot.int64() >= 0).unsqueeze(-1)
     result = op.Where(active, _project(gated, o_weight), 0.0)
-    return result.like(x), new_conv_state, new_state
+    return computed(result).like(x), new_conv_state, new_state
 
 
 def _project(x: Expression, weight: Expression) -> Expression:

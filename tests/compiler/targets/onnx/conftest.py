@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import hybridge.kernels
+from hybridge.artifacts.errors import ArtifactError
 from hybridge.compiler.pipeline import run_pipeline
 from hybridge.compiler.targets.onnx.emit import EmittedGraph, emit_onnx
 from hybridge.compiler.trace import TracedPhase, trace
@@ -76,11 +78,16 @@ def emitted(request: pytest.FixtureRequest) -> Emitted:
     return emit_model(config, dtype, passes=passes)
 
 
-class StockSession(EagerSession):
-    """The eager session's bookkeeping, with the graphs in onnxruntime without the native library."""
+class GraphSession(EagerSession):
+    """The eager session's bookkeeping, with the graphs in onnxruntime.
 
-    def __init__(self, emitted: Emitted, folder: Any, **sizes: int) -> None:
+    Args:
+        native: with our library; without it, the graphs run on the bodies that they carry.
+    """
+
+    def __init__(self, emitted: Emitted, folder: Any, *, native: bool, **sizes: int) -> None:
         super().__init__(emitted.model, **sizes)
+        self.native = native
         self.sessions = {
             phase: self._load(emitted, graph, folder) for phase, graph in emitted.graphs.items()
         }
@@ -96,6 +103,8 @@ class StockSession(EagerSession):
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(folder)
         )
+        if self.native:
+            hybridge.kernels.register(options)
         self.held = getattr(self, "held", [])
         names, values = [], []
         for weight in graph.weights:
@@ -129,7 +138,24 @@ def ort_value(value: Tensor) -> onnxruntime.OrtValue:
     return onnxruntime.OrtValue.ortvalue_from_numpy(np.asarray(value.numpy()))
 
 
-@pytest.fixture
-def stock(emitted: Emitted, tmp_path: Any) -> StockSession:
-    """Three sequences of up to 40 tokens."""
-    return StockSession(emitted, tmp_path, rows=3, max_context=40)
+@pytest.fixture(params=["stock", "native"])
+def session(
+    request: pytest.FixtureRequest,
+    emitted: Emitted,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> GraphSession:
+    """Three sequences of up to 40 tokens, without our library and with it."""
+    # Kernels for bf16 machines round the activations of a long prefill too: another tolerance.
+    monkeypatch.setenv("HYBRIDGE_KERNEL_LEVEL", "plain")
+    if request.param == "native" and not native_library():
+        pytest.skip("the native library is not built")
+    return GraphSession(emitted, tmp_path, native=request.param == "native", rows=3, max_context=40)
+
+
+def native_library() -> bool:
+    try:
+        hybridge.kernels.library_path()
+    except ArtifactError:
+        return False
+    return True
