@@ -14,7 +14,6 @@ from hybridge.models.batch import PHASES, Phase
 from hybridge.models.caches import cache_shapes
 from hybridge.models.session import EagerSession
 
-
 traced_phase = cache(trace)
 
 
@@ -55,8 +54,8 @@ def test_the_graph_computes_what_the_model_computes(name: str, phase: Phase) -> 
     caches = {name: cache.clone() for name, cache in session.caches.items()}
     logits = run_graph(traced, dict(model.named_parameters()), {**batch, **caches})
     torch.testing.assert_close(logits, session.step(new, phase), atol=1e-5, rtol=1e-5)
-    for cache_name, cache in session.caches.items():
-        torch.testing.assert_close(caches[cache_name], cache, atol=1e-5, rtol=1e-5)
+    for cache_name, expected in session.caches.items():
+        torch.testing.assert_close(caches[cache_name], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("phase", PHASES)
