@@ -183,8 +183,9 @@ def _write_streams(graph: fx.Graph) -> None:
                 graph.call_function(air.scope_enter.default, (list(keys), list(values)))
             opened = wanted
             if node.target is RECORD:
-                device = {"device": torch.device(DEVICE)}
-                records[str(node.args[0])] = graph.call_function(air.record.default, (), device)
+                record = graph.call_function(air.record.default)
+                record.kwargs = {"device": torch.device(DEVICE)}
+                records[str(node.args[0])] = record
             if node.target is WAIT:
                 graph.call_function(air.wait.default, ([records[str(node.args[0])]],))
         if node.target in (RECORD, WAIT):

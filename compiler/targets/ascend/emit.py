@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridge.artifacts.errors import CompileError, UsageError
 from hybridge.compiler.targets.ascend import convert as ge
-from hybridge.compiler.targets.ascend.constraints import ASCEND_950, SOCS
+from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.graph_source import graph_json, python_source
 from hybridge.compiler.targets.ascend.lowering import Lowered, lower
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket
@@ -381,11 +381,3 @@ def _state_layout(emitted: EmittedPhase) -> dict[str, Any]:
         "block b is b + 1, slot s is row s + 1; zero the states once",
         "caches": [asdict(cache) for cache in emitted.lowered.caches],
     }
-
-
-def is_known(soc: str) -> bool:
-    """Whether a target's name is one of this package's SoCs."""
-    return soc in SOCS
-
-
-__all__ = ["ASCEND_950", "AscendOptions", "Emitted", "EmittedPhase", "emit_ascend", "is_known"]

@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hybridge.artifacts.errors import CompileError, UsageError
-from hybridge.compiler.targets.ascend.constraints import ASCEND_950, SOCS
+from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.device_state import DeviceCache
-from hybridge.compiler.targets.ascend.fuse_situ import fuse_situ
 from hybridge.compiler.targets.ascend.lowerings import attention, attn_res, elementwise, kda, moe
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket, Context, PagedLatent
 from hybridge.compiler.targets.ascend.operators import define_operators
+from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 from hybridge.compiler.targets.ascend.prepared_weights import PreparedWeight, prepare_weights
 from hybridge.ir.effects import is_assertion
 from hybridge.ir.signature import METADATA, weight_name
@@ -121,7 +121,6 @@ def lower(
             "give decode buckets as a number of sequences",
         )
     define_operators()
-    graph_module = fuse_situ(graph_module)
     plan = _plan_inputs(graph_module, soc, bucket, caches, latent_width, dtype)
     context = Context(soc, dtype, bucket)
     traced = _trace(graph_module, plan, context)
@@ -283,7 +282,8 @@ class _Runner(fx.Interpreter):
         """Run with input values by placeholder name."""
         self.given = given
         self.context.values = self.env
-        return super().run(*([None] * len(_placeholders(self.module))))
+        count = sum(node.op == "placeholder" for node in self.graph.nodes)
+        return super().run(*([None] * count))
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         """An input, by name."""

@@ -250,7 +250,9 @@ def chunk_kda_fwd(
         state = initial_state[row : row + 1].clone()
         one = slice(start, stop)
         output[one] = recurrent_gated_delta_rule(
-            *(x[one] for x in (q, k, v)),
+            q[one],
+            k[one],
+            v[one],
             state,
             beta=beta[one],
             scale=scale,

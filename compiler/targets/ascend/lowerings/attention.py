@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridge.compiler.targets.ascend.constraints import ASCEND_950, padded_heads
+from hybridge.compiler.targets.ascend.constraints import padded_heads
 from hybridge.compiler.targets.ascend.lowerings.context import (
     Context,
     PagedLatent,
@@ -18,6 +18,7 @@ from hybridge.compiler.targets.ascend.lowerings.context import (
     query_ends,
     scatter,
 )
+from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 
 # npu_fused_infer_attention_score wants this causal mask with sparse_mode 3, whatever the lengths.
 MASK_SIZE = 2048

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridge.compiler.targets.ascend.constraints import ASCEND_950
 from hybridge.compiler.targets.ascend.lowerings.context import Context
+from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 
 
 def lower_attn_res_prepare(

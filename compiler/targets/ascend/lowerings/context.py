@@ -112,7 +112,7 @@ def continues(ctx: Context, context_len: Tensor, rank: int) -> Tensor:
     """[B, 1, ...] whether a sequence has cached tokens, for masks of `rank` dimensions."""
 
     def make() -> Tensor:
-        return (context_len > 0).view(-1, *[1] * (rank - 1))
+        return torch.gt(context_len, 0).view(-1, *[1] * (rank - 1))
 
     return ctx.once(("continues", rank), make)  # type: ignore[no-any-return]
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridge.compiler.targets.ascend.constraints import ASCEND_950
 from hybridge.compiler.targets.ascend.lowerings.context import (
     Context,
     continues,
@@ -17,6 +16,7 @@ from hybridge.compiler.targets.ascend.lowerings.context import (
     sequence_of,
 )
 from hybridge.compiler.targets.ascend.npu_reference import L2_EPS
+from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 
 CHUNK = 64
 # In fp32 exp(-1000) is 0: a decay that forgets the whole state.

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridge.compiler.targets.ascend.constraints import ASCEND_950
 from hybridge.compiler.targets.ascend.lowerings.context import Context
 from hybridge.compiler.targets.ascend.lowerings.elementwise import gated
+from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 
 
 def lower_moe_route(
@@ -110,9 +110,11 @@ def lower_moe_experts_mxfp4(
 ) -> Tensor:
     """950: MXFP4 weights by MXFP8 rows. A3 has no FP4; there the weights are decoded when read."""
     if ctx.soc != ASCEND_950:
-        attributes = {"activation": activation, "beta": beta, "linear_beta": linear_beta}
         return lower_moe_experts(
-            ctx, x, expert_ids, expert_weights, gate_up_packed, down_packed, **attributes
+            *(ctx, x, expert_ids, expert_weights, gate_up_packed, down_packed),
+            activation=activation,
+            beta=beta,
+            linear_beta=linear_beta,
         )
     experts, width = gate_up_packed.shape[0], x.shape[-1]
     ctx.require("GroupedMatmul", experts_in_MXFP4=experts)
