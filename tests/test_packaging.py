@@ -66,10 +66,8 @@ def test_the_wheel_holds_the_rooms_the_library_and_no_sources_of_it(wheel: Path)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     for package in settings["tool"]["scikit-build"]["wheel"]["packages"]:
         assert f"{package}/__init__.py" in names
-    extra = {
-        n for n in names if not n.endswith((".py", ".so", "py.typed")) and ".dist-info" not in n
-    }
-    assert not extra
+    sources = (".cpp", ".h", ".map", ".clang-format", "CMakeLists.txt")
+    assert not {name for name in names if name.endswith(sources)}
     assert {n.split("/")[0] for n in names} == {
         "hybridge",
         f"hybridge-{hybridge.__version__}.dist-info",
