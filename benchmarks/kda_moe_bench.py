@@ -1,0 +1,508 @@
+"""Time the KDA, MoE and AttnRes kernels alone against eager PyTorch of the same maths, with floors.
+
+    python benchmarks/kda_moe_bench.py [--repeats N] [--only SUBSTRING] [--out build/kda_moe.json]
+    python benchmarks/kda_moe_bench.py --one-thread      # on a machine that others use, too
+
+Rows are those of `run.py`: {name, ours_ms, baselines, ratio_vs_best, floor_ms, floor_share}. Every time
+is the smallest of several runs, ours and the baseline's in turn, because the machine is shared. A floor is the
+larger of bytes read / memory bandwidth and operations / peak, both measured here just before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnxruntime
+import torch
+from onnx import TensorProto, helper
+
+import hybridge.kernels
+
+HIDDEN, HEADS, WIDTH, RANK = 2048, 16, 128, 128
+CHANNELS = HEADS * WIDTH
+EXPERTS, TOP_K, LATENT, INTERMEDIATE = 32, 4, 1024, 1024
+EPS = 1e-5
+
+Row = dict[str, object]
+Arrays = dict[str, np.ndarray]
+Inputs = Mapping[str, np.ndarray | None]  # None leaves an optional one out
+_ELEMENT = {
+    np.dtype(np.float32): TensorProto.FLOAT,
+    np.dtype(np.int32): TensorProto.INT32,
+    np.dtype(np.uint8): TensorProto.UINT8,
+    np.dtype(ml_dtypes.bfloat16): TensorProto.BFLOAT16,
+}
+
+
+def bf16(array: np.ndarray) -> np.ndarray:
+    return array.astype(ml_dtypes.bfloat16)
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.asarray(values, np.int32)
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+# ---- Timing ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Settings:
+    """How everything is timed: with `one_thread`, the processor time of that one thread."""
+
+    threads: int = 2
+    clock: Callable[[], float] = time.perf_counter
+
+
+SETTINGS = Settings()
+
+
+def smallest_ms(steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """The smallest time of each step, the steps taking turns."""
+    best = [float("inf")] * len(steps)
+    for step in steps:
+        step()
+    for _ in range(repeats):
+        for index, step in enumerate(steps):
+            start = SETTINGS.clock()
+            step()
+            best[index] = min(best[index], (SETTINGS.clock() - start) * 1000)
+    return best
+
+
+class Machine:
+    """What the machine reaches: GB/s read from memory, and GFLOP/s of matrix products."""
+
+    def __init__(self) -> None:
+        words = torch.ones(64 << 20)
+        (ms,) = smallest_ms([lambda: words.sum()], 12)
+        self.bytes_per_ms = 4 * words.numel() / ms
+        self.flops_per_ms = {dtype: self._peak(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+    @staticmethod
+    def _peak(dtype: torch.dtype) -> float:
+        square = torch.randn(1024, 1024).to(dtype)
+        (ms,) = smallest_ms([lambda: square @ square], 20)
+        return 2 * 1024**3 / ms
+
+    def floor_ms(self, read: float, flops: float, dtype: torch.dtype) -> float:
+        return max(read / self.bytes_per_ms, flops / self.flops_per_ms[dtype])
+
+
+class Kernel:
+    """One operator with its inputs bound; aliased outputs share the input's memory."""
+
+    def __init__(
+        self,
+        op: str,
+        inputs: Inputs,
+        outputs: Mapping[str, str | None],
+        *,
+        ids_output: str = "",
+        **attributes: object,
+    ) -> None:
+        """outputs: name -> the input it shares memory with, or None."""
+        names = [name if array is not None else "" for name, array in inputs.items()]
+        arrays = {name: array for name, array in inputs.items() if array is not None}
+        node = helper.make_node(op, names, list(outputs), domain="hybridge", **attributes)
+        kinds = {n: TensorProto.INT32 if n == ids_output else TensorProto.FLOAT for n in outputs}
+        graph = helper.make_graph(
+            [node],
+            op,
+            [
+                helper.make_tensor_value_info(name, _ELEMENT[a.dtype], a.shape)
+                for name, a in arrays.items()
+            ],
+            [helper.make_tensor_value_info(name, kind, None) for name, kind in kinds.items()],
+        )
+        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("hybridge", 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = SETTINGS.threads
+        hybridge.kernels.register(options)
+        self.session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+        self.binding = self.session.io_binding()
+        values = {name: self._value(array) for name, array in arrays.items()}
+        for name, value in values.items():
+            self.binding.bind_ortvalue_input(name, value)
+        for name, shared in outputs.items():
+            if shared:
+                self.binding.bind_ortvalue_output(name, values[shared])
+            else:
+                self.binding.bind_output(name, "cpu")
+
+    @staticmethod
+    def _value(array: np.ndarray) -> onnxruntime.OrtValue:
+        if array.dtype == ml_dtypes.bfloat16:
+            return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                array.view(np.uint16), TensorProto.BFLOAT16
+            )
+        return onnxruntime.OrtValue.ortvalue_from_numpy(array)
+
+    def __call__(self) -> None:
+        self.session.run_with_iobinding(self.binding)
+
+
+def row(name: str, ours: Kernel, eager: Callable[[], object], floor_ms: float, repeats: int) -> Row:
+    with torch.inference_mode():
+        ours_ms, eager_ms = smallest_ms([ours, eager], repeats)
+    return {
+        "name": name,
+        "ours_ms": ours_ms,
+        "baselines": {"eager": eager_ms},
+        "ratio_vs_best": eager_ms / ours_ms,
+        "floor_ms": floor_ms,
+        "floor_share": floor_ms / ours_ms,
+    }
+
+
+# ---- KDA ------------------------------------------------------------------------------------------
+
+
+def kda_chunked(q, k, v, g, beta, state, chunk=16):  # type: ignore[no-untyped-def]
+    """spec MODELS.md 3.2 in batched PyTorch; the decay is bounded below, so exp(-G) is finite."""
+    tokens, heads, width = q.shape
+    split = lambda x: x.view(tokens // chunk, chunk, heads, -1).permute(0, 2, 1, 3)  # noqa: E731
+    q, k, v, g = split(q), split(k), split(v), split(g)
+    beta = beta.view(tokens // chunk, chunk, heads).permute(0, 2, 1)[..., None]
+    cumulative = g.cumsum(2)
+    lead, inverse = cumulative.exp(), (-cumulative).exp()
+    last = cumulative[:, :, -1:]
+    inner = (beta * ((k * lead) @ (k * inverse).mT)).tril(-1)
+    eye = torch.eye(chunk)
+    solved = torch.linalg.solve_triangular(eye + inner, beta * torch.cat([v, k * lead], -1),
+                                           upper=False, unitriangular=True)  # fmt: skip
+    new, weighted = solved[..., :width], solved[..., width:]
+    attention = ((q * lead) @ (k * inverse).mT).tril()
+    ends = k * (last - cumulative).exp()
+    outputs = []
+    for c in range(tokens // chunk):
+        delta = new[c] - weighted[c] @ state
+        outputs.append((q * lead)[c] @ state + attention[c] @ delta)
+        state = last[c].exp().mT * state + ends[c].mT @ delta
+    return torch.stack(outputs), state
+
+
+def kda_inputs(rng: np.random.Generator, tokens: int) -> Arrays:
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    return {
+        "query": unit(normal(tokens, HEADS, WIDTH)) * np.float32(WIDTH**-0.5),
+        "key": unit(normal(tokens, HEADS, WIDTH)),
+        "value": normal(tokens, HEADS, WIDTH),
+        "log_decay": (-5 / (1 + np.exp(-normal(tokens, HEADS, WIDTH)))).astype(np.float32),
+        "beta": rng.random((tokens, HEADS)).astype(np.float32),
+        "state": normal(1, HEADS, WIDTH, WIDTH),
+        "query_start": i32(0, tokens),
+        "context_len": i32(7),
+        "state_slot": i32(0),
+    }
+
+
+def kda_recurrence(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+    for tokens in (1, 1024):
+        arrays = kda_inputs(rng, tokens)
+        ours = Kernel("KdaRecurrence", arrays, {"output": None, "state_out": "state"})
+        names = ("query", "key", "value", "log_decay", "beta", "state")
+        q, k, v, g, b, state = (as_torch(arrays[name]) for name in names)
+
+        def step(q=q, k=k, v=v, g=g, b=b, state=state):  # type: ignore[no-untyped-def]
+            memory = g[0].exp()[..., None] * state[0]
+            delta = b[0][:, None] * (v[0] - torch.einsum("hkv,hk->hv", memory, k[0]))
+            memory += k[0][..., None] * delta[:, None]
+            return torch.einsum("hkv,hk->hv", memory, q[0]), memory
+
+        def chunks(q=q, k=k, v=v, g=g, b=b, state=state):  # type: ignore[no-untyped-def]
+            return kda_chunked(q, k, v, g, b, state[0])
+
+        eager = step if tokens == 1 else chunks
+        flops = 6.0 * tokens * HEADS * WIDTH * WIDTH
+        read = arrays["state"].nbytes * 2 + 16.0 * tokens * CHANNELS
+        yield row(f"kda_recurrence T={tokens}", ours, eager,
+                  machine.floor_ms(read, flops, torch.float32), repeats)  # fmt: skip
+
+
+def layer_arrays(rng: np.random.Generator, slots: int) -> Arrays:
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    return {
+        "conv_weight": normal(3 * CHANNELS, 4),
+        "a_log": normal(HEADS),
+        "dt_bias": normal(CHANNELS),
+        "conv_state": normal(slots, 3 * CHANNELS, 3),
+        "state": normal(slots, HEADS, WIDTH, WIDTH),
+    }
+
+
+def kda_prefill(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+    tokens = 1024
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    shared = layer_arrays(rng, 1)
+    arrays = {
+        "qkv": normal(tokens, 3 * CHANNELS),
+        "gate": normal(tokens, CHANNELS),
+        "beta": normal(tokens, HEADS),
+        **shared,
+        "query_start": i32(0, tokens),
+        "context_len": i32(7),
+        "state_slot": i32(0),
+    }
+    ours = Kernel(
+        "KdaPrefill",
+        arrays,
+        {"output": None, "conv_out": "conv_state", "state_out": "state"},
+        lower_bound=-5.0,
+    )
+    names = ("qkv", "gate", "beta", "conv_weight", "a_log", "dt_bias", "conv_state", "state")
+    t = {name: as_torch(arrays[name]) for name in names}
+
+    def eager() -> object:
+        window = torch.cat([t["conv_state"][0], t["qkv"].T], 1)
+        mixed = torch.nn.functional.conv1d(
+            window[None], t["conv_weight"][:, None], groups=3 * CHANNELS
+        )[0].T
+        mixed = torch.nn.functional.silu(mixed).view(tokens, 3, HEADS, WIDTH)
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+                for x in (mixed[:, 0], mixed[:, 1]))  # fmt: skip
+        z = (t["gate"] + t["dt_bias"]).view(tokens, HEADS, WIDTH)
+        g = -5.0 * torch.sigmoid(t["a_log"].exp()[:, None] * z)
+        return kda_chunked(q * WIDTH**-0.5, k, mixed[:, 2], g, t["beta"].sigmoid(), t["state"][0])
+
+    flops = 6.0 * tokens * HEADS * WIDTH * WIDTH
+    read = 4.0 * tokens * 5 * CHANNELS
+    yield row(f"kda_prefill T={tokens}", ours, eager,
+              machine.floor_ms(read, flops, torch.float32), repeats)  # fmt: skip
+
+
+def kda_decode(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+    rows = 4 * CHANNELS + RANK + HEADS
+    scaled = lambda *shape: bf16(  # noqa: E731
+        (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+    )
+    for batch in (1, 8):
+        shared = layer_arrays(rng, batch)
+        caches = {name: shared.pop(name) for name in ("conv_state", "state")}
+        arrays = {
+            "x": rng.standard_normal((batch, HIDDEN)).astype(np.float32),
+            "in_weight": scaled(rows, HIDDEN),
+            "f_b_weight": scaled(CHANNELS, RANK),
+            "g_b_weight": None,
+            **shared,
+            "norm_weight": np.ones(WIDTH, np.float32),
+            "o_weight": scaled(HIDDEN, CHANNELS),
+            **caches,
+            "context_len": i32(*[9] * batch),
+            "state_slot": i32(*range(batch)),
+        }
+        present = {name: a for name, a in arrays.items() if a is not None}
+        outputs = {"output": None, "conv_out": "conv_state", "state_out": "state"}
+        ours = Kernel("KdaDecode", arrays, outputs, lower_bound=-5.0, norm_eps=EPS)
+        t = {name: as_torch(a) for name, a in present.items()}
+        weights = sum(present[n].nbytes for n in ("in_weight", "f_b_weight", "o_weight"))
+        read = weights + 2.0 * present["state"].nbytes
+        flops = 2.0 * batch * (weights / 2)
+        yield row(f"kda_decode B={batch} bf16", ours, lambda t=t: decode_eager(t),
+                  machine.floor_ms(read, flops, torch.float32), repeats)  # fmt: skip
+
+
+def decode_eager(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    batch = len(t["x"])
+    parts = (t["x"].bfloat16() @ t["in_weight"].T).split([3 * CHANNELS, RANK, HEADS, CHANNELS], 1)
+    qkv, low, beta, gate = parts
+    window = torch.cat([t["conv_state"], qkv[..., None].float()], 2)
+    t["conv_state"].copy_(window[:, :, 1:])
+    mixed = torch.nn.functional.silu((window * t["conv_weight"]).sum(2))
+    mixed = mixed.view(batch, 3, HEADS, WIDTH)
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+            for x in (mixed[:, 0] * WIDTH**-0.5, mixed[:, 1]))  # fmt: skip
+    z = ((low @ t["f_b_weight"].T).float() + t["dt_bias"]).view(batch, HEADS, WIDTH)
+    decay = torch.exp(-5.0 * torch.sigmoid(t["a_log"].exp()[:, None] * z))
+    state = t["state"].mul_(decay[..., None])
+    delta = mixed[:, 2] - (state * k[..., None]).sum(2)
+    state.addcmul_(k[..., None], (beta.float().sigmoid()[..., None] * delta)[:, :, None])
+    o = (state * q[..., None]).sum(2)
+    o = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + EPS) * t["norm_weight"]
+    gated = o.view(batch, CHANNELS) * torch.sigmoid(gate.float())
+    return gated.bfloat16() @ t["o_weight"].T
+
+
+# ---- Experts --------------------------------------------------------------------------------------
+
+
+def expert_inputs(rng: np.random.Generator, tokens: int) -> Arrays:
+    return {
+        "x": rng.standard_normal((tokens, LATENT)).astype(np.float32),
+        "expert_ids": np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)]).astype(
+            np.int32
+        ),
+        "expert_weights": rng.random((tokens, TOP_K)).astype(np.float32),
+    }
+
+
+def experts_eager(t: dict[str, torch.Tensor]) -> torch.Tensor:
+    output = torch.zeros_like(t["x"])
+    x = t["x"].bfloat16()
+    for expert in t["expert_ids"].unique().tolist():
+        tokens, places = (t["expert_ids"] == expert).nonzero(as_tuple=True)
+        gate, up = (x[tokens] @ t["gate_up"][expert].T).float().chunk(2, -1)
+        hidden = 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * (25 * torch.tanh(up / 25))
+        result = (hidden.bfloat16() @ t["down"][expert].T).float()
+        output.index_add_(0, tokens, result * t["expert_weights"][tokens, places][:, None])
+    return output
+
+
+def moe_experts(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+    situ = {"activation": "situ", "beta": 4.0, "linear_beta": 25.0}
+    shapes = {
+        "gate_up": (EXPERTS, 2 * INTERMEDIATE, LATENT),
+        "down": (EXPERTS, LATENT, INTERMEDIATE),
+    }
+    plain = {n: bf16((rng.standard_normal(s) / 32).astype(np.float32)) for n, s in shapes.items()}
+    packed: Arrays = {}
+    for name, shape in shapes.items():
+        packed[f"{name}_packed"] = rng.integers(0, 256, (*shape[:2], shape[2] // 2), np.uint8)
+        packed[f"{name}_scale"] = rng.integers(118, 123, (*shape[:2], shape[2] // 32), np.uint8)
+    for tokens in (1, 8, 64, 512):
+        arrays = expert_inputs(rng, tokens)
+        used = len(np.unique(arrays["expert_ids"])) / EXPERTS
+        flops = 2.0 * tokens * TOP_K * 3 * LATENT * INTERMEDIATE
+        t = {name: as_torch(a) for name, a in (arrays | plain).items()}
+        for op, weights, kind in (
+            ("MoeExperts", plain, "bf16"),
+            ("MoeExpertsMxfp4", packed, "mxfp4"),
+        ):
+            ours = Kernel(op, arrays | weights, {"output": None}, **situ)
+            read = used * sum(a.nbytes for a in weights.values())
+            yield row(f"moe_experts T={tokens} {kind}", ours, lambda t=t: experts_eager(t),
+                      machine.floor_ms(read, flops, torch.bfloat16), repeats)  # fmt: skip
+
+
+def moe_route(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+    for tokens in (1, 512):
+        arrays = {
+            "x": rng.standard_normal((tokens, HIDDEN)).astype(np.float32),
+            "gate_weight": rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32),
+            "bias": np.zeros(EXPERTS, np.float32),
+        }
+        ours = Kernel(
+            "MoeRoute",
+            arrays,
+            {"ids": None, "weights": None},
+            ids_output="ids",
+            top_k=TOP_K,
+            renormalize=1,
+            scale=1.0,
+        )
+        x, gate, bias = (as_torch(a) for a in arrays.values())
+
+        def eager(x=x, gate=gate, bias=bias):  # type: ignore[no-untyped-def]
+            scores = torch.sigmoid(x @ gate.T)
+            ids = torch.topk(scores + bias, TOP_K).indices
+            weights = scores.gather(1, ids)
+            return ids, weights / (weights.sum(1, keepdim=True) + 1e-20)
+
+        flops = 2.0 * tokens * EXPERTS * HIDDEN
+        yield row(f"moe_route T={tokens}", ours, eager,
+                  machine.floor_ms(arrays["x"].nbytes, flops, torch.float32), repeats)  # fmt: skip
+
+
+# ---- Attention residuals --------------------------------------------------------------------------
+
+
+def attn_res(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+    sources, sites = 2, 8
+    for tokens in (1, 1024):
+        values = rng.standard_normal((sources, tokens, HIDDEN)).astype(np.float32)
+        queries = (rng.standard_normal((sites, HIDDEN)) / 45).astype(np.float32)
+        ours = Kernel(
+            "AttnResPrepare",
+            {"sources": values, "queries": queries},
+            {"numerator": None, "logit_max": None, "exp_sum": None},
+            eps=EPS,
+        )
+        v, q = as_torch(values), as_torch(queries)
+
+        def prepare(v=v, q=q):  # type: ignore[no-untyped-def]
+            scores = torch.einsum("ntd,sd->snt", v, q) * torch.rsqrt(v.square().mean(-1) + EPS)
+            top = scores.amax(1)
+            weights = (scores - top[:, None]).exp()
+            return torch.einsum("snt,ntd->std", weights, v), top, weights.sum(1)
+
+        size = 4.0 * tokens * HIDDEN
+        yield row(f"attn_res_prepare T={tokens}", ours, prepare,
+                  machine.floor_ms(size * (sources + sites), 0, torch.float32), repeats)  # fmt: skip
+
+        numerator, top, total = prepare()
+        arrays = {
+            "prefix": values[0],
+            "query": queries[0],
+            "numerator": numerator[0].numpy(),
+            "logit_max": top[0].numpy(),
+            "exp_sum": total[0].numpy(),
+        }
+        ours = Kernel("AttnResUpdate", arrays, {"output": None}, eps=EPS)
+        p, u, n, m, s = (as_torch(a) for a in arrays.values())
+
+        def update(p=p, u=u, n=n, m=m, s=s):  # type: ignore[no-untyped-def]
+            score = (p @ u) * torch.rsqrt(p.square().mean(-1) + EPS)
+            merged = torch.maximum(score, m)
+            frozen, live = (m - merged).exp(), (score - merged).exp()
+            sums = s * frozen + live
+            return n * (frozen / sums)[:, None] + p * (live / sums)[:, None]
+
+        yield row(f"attn_res_update T={tokens}", ours, update,
+                  machine.floor_ms(size * 3, 0, torch.float32), repeats)  # fmt: skip
+
+
+# ---- Everything -----------------------------------------------------------------------------------
+
+GROUPS = (kda_recurrence, kda_prefill, kda_decode, moe_route, moe_experts, attn_res)
+
+
+def rows(repeats: int, only: str = "") -> Iterator[Row]:
+    """All rows, or those of the groups whose name holds `only`."""
+    torch.set_num_threads(SETTINGS.threads)
+    machine = Machine()
+    for group in GROUPS:
+        if only in group.__name__:
+            yield from group(np.random.default_rng(0), machine, repeats)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--only", default="", help="part of a group's name, such as moe_experts")
+    parser.add_argument("--out", type=Path, help="write the rows there as JSON")
+    parser.add_argument(
+        "--one-thread", action="store_true", help="processor time of one thread, steady under load"
+    )
+    arguments = parser.parse_args()
+    if arguments.one_thread:
+        SETTINGS.threads, SETTINGS.clock = 1, time.thread_time
+    print(f"{'kernel':32} {'ours ms':>9} {'eager ms':>9} {'ratio':>6} {'floor ms':>9} {'share':>6}")
+    found = []
+    for one in rows(arguments.repeats, arguments.only):
+        found.append(one)
+        print(
+            f"{one['name']:32} {one['ours_ms']:9.3f} {one['baselines']['eager']:9.3f} "
+            f"{one['ratio_vs_best']:6.2f} {one['floor_ms']:9.3f} {one['floor_share']:6.0%}",
+            flush=True,
+        )
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
