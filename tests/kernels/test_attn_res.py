@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from .harness import f64, run
+from .harness import Operator, f64, run
 
 EPS = 1e-5
 
@@ -19,15 +19,18 @@ def prepare(sources, queries):
     )
 
 
-def update(prefix, query, numerator, logit_max, exp_sum):
-    arrays = {
-        "prefix": prefix,
-        "query": query,
-        "numerator": numerator,
-        "logit_max": logit_max,
-        "exp_sum": exp_sum,
-    }
-    return run("AttnResUpdate", arrays, {"output": np.float32}, eps=EPS)[0]
+class Update:
+    """AttnResUpdate, its session made once."""
+
+    def __init__(self):
+        self.operator = None
+
+    def __call__(self, *arrays):
+        names = ("prefix", "query", "numerator", "logit_max", "exp_sum")
+        inputs = dict(zip(names, arrays, strict=True))
+        if self.operator is None:
+            self.operator = Operator("AttnResUpdate", inputs, {"output": np.float32}, eps=EPS)
+        return self.operator(inputs)[0]
 
 
 def scores(sources, query):
@@ -56,6 +59,7 @@ def test_two_stages_equal_the_direct_mix(level, rng, n, tokens, hidden, sites):
     prefix = rng.standard_normal((tokens, hidden)).astype(np.float32)
     numerator, logit_max, exp_sum = prepare(sources, queries)
     assert numerator.shape == (sites, tokens, hidden)
+    update = Update()
     for s in range(sites):
         logits = scores(f64(sources), f64(queries[s]))
         np.testing.assert_allclose(logit_max[s], logits.max(0), rtol=0, atol=1e-5)
@@ -75,6 +79,7 @@ def test_extreme_sources(level, rng):
     prefix = (rng.standard_normal((2, 48)) * 3).astype(np.float32)
     numerator, logit_max, exp_sum = prepare(sources, queries)
     every = np.concatenate([f64(sources), f64(prefix)[None]])
+    update = Update()
     for s in range(4):
         merged = update(prefix, queries[s], numerator[s], logit_max[s], exp_sum[s])
         # An error in a logit scales its weight: 500 times larger logits, 500 times the error.
@@ -108,5 +113,5 @@ def test_prepare_bad_inputs_are_named(sources, queries, message):
 )
 def test_update_bad_inputs_are_named(shapes, name):
     with pytest.raises(Exception, match="AttnResUpdate") as raised:
-        update(*(np.zeros(shape, np.float32) for shape in shapes))
+        Update()(*(np.zeros(shape, np.float32) for shape in shapes))
     assert f"input {name}: shape" in str(raised.value)
