@@ -140,6 +140,19 @@ def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site 
     return Site(read.anchor, region, {}, {"top_k": best[0].top_k}, best)
 
 
+def indexed_positions(context: PassContext, decided: MetadataOnly) -> set[Node]:
+    """Nodes that hold just what the op gives, fused or not: ascending, distinct, causal positions, then -1."""
+    found = {node for node in context.graph.nodes if op_name(node) == "hybridge::lightning_indexer"}
+    if any(name not in metadata(context.graph) for name in _TABLES):
+        return found
+    for read in cache_reads(context, SORTS, SOFTMAXES):
+        for end in _ends(read):
+            candidates = _roles(context, read, end, decided)
+            if any(prove_indexer(context, roles).holds for roles in candidates):
+                found.add(end)
+    return found
+
+
 def _ends(read: CacheRead) -> list[Node]:
     """[T, k] integer tensors that are made from the sort and nothing but integers after it."""
     found = []

@@ -4,10 +4,11 @@ Before:                                                  After:
     y = beta tanh(g / beta) sigmoid(g)                       y = situ(g, u, beta=…, linear_beta=…)
         * linear_beta tanh(u / linear_beta)
 
-A site is found from a sigmoid and a tanh of the same tensor, which nothing else in these models has. Trials prove it near
-zero, where it is linear, and far out, where each bound shows.
+A site is found from a sigmoid and a tanh of the same tensor, which nothing else in these models has. Trials
+prove it near zero, where it is linear, and far out, where each bound shows.
 
-Left alone: a gate whose sigmoid takes the bounded value; another dtype than the gate's; a factor that someone else reads.
+Left alone: a gate whose sigmoid takes the bounded value; another dtype than the gate's; a factor that someone
+else reads.
 """
 
 from __future__ import annotations

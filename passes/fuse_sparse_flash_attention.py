@@ -63,6 +63,7 @@ from hybridge.ir.signature import (
 )
 from hybridge.ops.registry import vocabulary
 from hybridge.ops.sequences import sequence_rows
+from hybridge.passes.fuse_lightning_indexer import indexed_positions
 from hybridge.passes.paged_reads import CacheRead, cache_reads, cache_values, real_rows
 
 SOFTMAXES = (
@@ -80,11 +81,17 @@ _TOLERANCE = 2e-5
 
 @dataclass(frozen=True)
 class Roles:
-    """Which node is what. `positions` is None for dense attention."""
+    """Which node is what.
+
+    Args:
+        positions: None for dense attention.
+        indexed: whether the positions are known to be what the indexer gives: ascending, distinct, causal.
+    """
 
     cache: Node
     query: Operand
     positions: Node | None
+    indexed: bool
     end: Node
     end_view: Operand
     scale: float
@@ -93,13 +100,6 @@ class Roles:
     @property
     def op(self) -> str:
         return "mla_attention" if self.positions is None else "sparse_flash_attention"
-
-    @property
-    def from_indexer(self) -> bool:
-        """Whether the positions are ascending, distinct and causal because the indexer gives such."""
-        return self.positions is not None and any(
-            op_name(node) == "hybridge::lightning_indexer" for node in _casts(self.positions)
-        )
 
 
 class FuseSparseFlashAttention(Pass):
@@ -112,8 +112,9 @@ class FuseSparseFlashAttention(Pass):
 
     def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
         decided = MetadataOnly(context)
+        indexed = indexed_positions(context, decided)
         for read in list(cache_reads(context, SOFTMAXES, SORTS)):
-            yield _site(context, read, decided)
+            yield _site(context, read, decided, indexed)
 
     def check(self, site: Site, context: PassContext) -> Refusal | None:
         roles, verdict = site.detail
@@ -161,7 +162,9 @@ def _as_end(result: Node, roles: Roles, rewriter: Rewriter) -> Node:
     return result
 
 
-def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site | Refusal:
+def _site(
+    context: PassContext, read: CacheRead, decided: MetadataOnly, indexed: set[Node]
+) -> Site | Refusal:
     """The largest region that is proved; else the nearest miss."""
     missing = [name for name in _TABLES if name not in metadata(context.graph)]
     if missing:
@@ -169,7 +172,7 @@ def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site 
         return Refusal(read.anchor.name, "batch metadata", reason, f"give the graph {missing[0]}")
     best: tuple[Roles, Verdict] | None = None
     for end in _ends(read):
-        for roles in _roles(context, read, end, decided):
+        for roles in _roles(context, read, end, decided, indexed):
             verdict = _prove(context, roles)
             if best is None or verdict.rank > best[1].rank:
                 best = (roles, verdict)
@@ -203,7 +206,11 @@ def _ends(read: CacheRead) -> list[Node]:
 
 
 def _roles(
-    context: PassContext, read: CacheRead, end: Node, decided: MetadataOnly
+    context: PassContext,
+    read: CacheRead,
+    end: Node,
+    decided: MetadataOnly,
+    indexed: set[Node],
 ) -> Iterator[Roles]:
     """Every way to see the region's inputs as a query and positions; the trials decide."""
     region = regions.between(read.reads, [end], context.effects)
@@ -222,10 +229,11 @@ def _roles(
         if not isinstance(heads, int):
             continue
         for view in _end_views(end, tokens, heads, cache_shape[3]):
-            for positions in _positions(integers, tokens, decided):
+            for positions in _positions(integers, tokens, decided, indexed):
+                known = positions is not None and any(n in indexed for n in _casts(positions))
                 for scale in _scales(region, read.anchor):
                     value_dim = (shape_of(end) or ())[view.axes[2]]
-                    yield Roles(read.cache, query, positions, end, view, scale, value_dim)
+                    yield Roles(read.cache, query, positions, known, end, view, scale, value_dim)
 
 
 def _end_views(end: Node, tokens: object, heads: object, row: int) -> Iterator[Operand]:
@@ -256,7 +264,7 @@ def _is_selection(node: Node) -> bool:
 
 
 def _positions(
-    selections: list[Node], tokens: object, decided: MetadataOnly
+    selections: list[Node], tokens: object, decided: MetadataOnly, indexed: set[Node]
 ) -> Iterator[Node | None]:
     """[T, k] integers that all selections come from: what the indexer gives first, else the nearest."""
     if not selections:
@@ -269,11 +277,11 @@ def _positions(
         if node in found or decided(node) or not (is_integer(node) or _is_selection(node)):
             continue
         found.add(node)
-        if not op_name(node).startswith("hybridge::"):
+        if node not in indexed and not op_name(node).startswith("hybridge::"):
             pending += node.all_input_nodes
     fitting = [node for node in sorted(found, reverse=True) if _is_positions(node, tokens)]
-    indexed = [node for node in fitting if op_name(node) == "hybridge::lightning_indexer"]
-    yield from indexed or fitting
+    known = [node for node in fitting if node in indexed]
+    yield from known or fitting
 
 
 def _is_positions(node: Node, tokens: object) -> bool:
@@ -328,7 +336,7 @@ def _prove(context: PassContext, roles: Roles) -> Verdict:
         given.insert(0, roles.positions)
     label = (
         f"{roles.op} {roles.scale!r} {roles.value_dim} {roles.query.axes} {roles.end_view.axes} "
-        f"{roles.from_indexer}"
+        f"{roles.indexed}"
     )
     return prove(
         context,
@@ -426,7 +434,7 @@ def _variants(batch: Batch, roles: Roles) -> Iterator[tuple[str, float, str]]:
     yield f"out is softmax(scale * query . rows) rows{where}", 1.0, "causal"
     if batch.name in VARIED_BATCHES:
         yield f"scores far apart{where}", 40.0, "causal"
-    if roles.positions is not None and not roles.from_indexer:
+    if roles.positions is not None and not roles.indexed:
         yield f"selected positions that are not ascending or causal{where}", 1.0, "any"
 
 
