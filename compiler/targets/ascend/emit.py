@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hybridge.artifacts.errors import CompileError, UsageError
+from hybridge.artifacts.manifest import PhaseSpec, StateSpec, TensorSpec
 from hybridge.compiler.targets.ascend import convert as ge
 from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.graph_source import graph_json, python_source
@@ -112,12 +113,17 @@ class Emitted:
     Attributes:
         files: path in the artifact -> bytes.
         target_data: for the manifest.
+        phases: the manifest's signature of each phase: the batch, then the caches as they lie on the
+            device; the weights follow, in the order of `graphs/<phase>_weights.json`.
+        states: the manifest's caches and states, at their sizes on the device.
         results: phase -> results of the target's own passes, for the manifest's pass list.
         seconds: "decode/lower" -> time.
     """
 
     files: Mapping[str, bytes]
     target_data: Mapping[str, Any]
+    phases: Mapping[str, PhaseSpec]
+    states: tuple[StateSpec, ...]
     results: Mapping[str, tuple[PassResult, ...]]
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -151,6 +157,8 @@ def emit_ascend(
     return Emitted(
         files=files,
         target_data={"ascend": _target_data(emitted, options)},
+        phases={phase: _phase_spec(each) for phase, each in emitted.items()},
+        states=_states(phases[0], emitted[phases[0].phase].lowered),
         results={phase: each.results for phase, each in emitted.items()},
         seconds={
             f"{phase}/{step}": took
@@ -270,6 +278,30 @@ def _files(emitted: EmittedPhase) -> dict[str, bytes]:
         found[f"graphs/{phase}.pb"] = emitted.graph.proto
         found[f"graphs/{phase}.txt"] = emitted.graph.text.encode()
     return found
+
+
+def _phase_spec(emitted: EmittedPhase) -> PhaseSpec:
+    lowered = emitted.lowered
+    graph = (
+        f"{lowered.phase}.pb" if emitted.graph is not None else f"{lowered.phase}_npugraph_ex.py"
+    )
+    batch = [TensorSpec(each.name, "int32", each.shape) for each in lowered.batch]
+    caches = [TensorSpec(each.name, each.dtype, each.shape) for each in lowered.caches]
+    output = lowered.graph_module.graph.output_node().args[0]
+    logits = output[0] if isinstance(output, list | tuple) else output
+    value = logits.meta["val"]  # type: ignore[union-attr]
+    result = TensorSpec("logits", layout_dtype(value.dtype), tuple(value.shape))
+    return PhaseSpec(f"graphs/{graph}", (*batch, *caches), (result,), (asdict(lowered.bucket),))
+
+
+def _states(traced: TracedPhase, lowered: Lowered) -> tuple[StateSpec, ...]:
+    owners = {cache.name: cache for cache in traced.caches}
+    return tuple(
+        StateSpec(
+            each.name, owners[each.cache].layer, owners[each.cache].kind, each.dtype, each.shape
+        )
+        for each in lowered.caches
+    )
 
 
 def _json(value: Any) -> bytes:

@@ -117,6 +117,22 @@ def find_wheel() -> Path | None:
     return None
 
 
+def require_wheel() -> Path:
+    """The installed torch_npu package folder.
+
+    Raises:
+        CompileError: the torch-npu wheel is not installed.
+    """
+    wheel = find_wheel()
+    if wheel is None:
+        raise CompileError(
+            "the Ascend target needs torchair, which the torch-npu wheel carries",
+            remedy="pip install --no-deps torch-npu==2.13.0, and set "
+            f"{AUTOLOAD_SWITCH}=0 where there is no CANN",
+        )
+    return wheel
+
+
 def wheel_version(folder: Path) -> str:
     """The version of the torch-npu distribution at `folder`, read from its metadata."""
     for info in sorted(folder.parent.glob("torch_npu-*.dist-info")):
@@ -163,13 +179,7 @@ def install(cann_version: str, soc_name: str) -> StandIn:
         _installed.unverified.clear()
         return _installed
     os.environ.setdefault(AUTOLOAD_SWITCH, "0")
-    wheel = find_wheel()
-    if wheel is None:
-        raise CompileError(
-            "the Ascend target needs torchair, which the torch-npu wheel carries",
-            remedy="pip install --no-deps torch-npu==2.13.0, and set "
-            f"{AUTOLOAD_SWITCH}=0 where there is no CANN",
-        )
+    wheel = require_wheel()
     stand_in = StandIn(cann_version, soc_name)
     sys.path.insert(0, str(wheel / "dynamo"))
     stand_in.torch_npu = {module.__name__: module for module in _torch_npu_modules(stand_in)}

@@ -162,5 +162,5 @@ def pad_heads(x: Tensor, heads: int) -> Tensor:
 def scatter(cache: Tensor, rows: Tensor, updates: Tensor) -> Tensor:
     """Write rows of a cache in place; the result is the written cache."""
     flat = cache.view(-1, *cache.shape[2:])
-    written = torch.ops.npu.npu_scatter_nd_update_(flat, rows, updates.to(cache.dtype))
+    written: Tensor = torch.ops.npu.npu_scatter_nd_update_(flat, rows, updates.to(cache.dtype))
     return written.view(cache.shape)
