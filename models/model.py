@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -66,10 +67,13 @@ class Decoder(nn.Module):
             return self._plain_residuals(embedded, caches, batch)
         return self._attention_residuals(embedded, caches, batch)
 
+    def _layers(self) -> Iterable[DecoderLayer]:
+        return cast(Iterable[DecoderLayer], self.layers)
+
     def _plain_residuals(
         self, hidden: Tensor, caches: Mapping[str, Tensor], batch: Batch
     ) -> Tensor:
-        for layer in self.layers:
+        for layer in self._layers():
             hidden = hidden + layer.attention(hidden, caches, batch)
             hidden = hidden + layer.feed_forward(hidden)
         return hidden
@@ -81,7 +85,7 @@ class Decoder(nn.Module):
         size = self.config.attn_res_block_size
         assert size is not None
         blocks: list[Tensor] = []
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self._layers()):
             query = layer.self_attention_res_proj.weight
             h = mix([*blocks, prefix], layer.self_attention_res_norm, query)
             starts_block = index % size == 0

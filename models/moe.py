@@ -104,4 +104,5 @@ class MoeBlock(nn.Module):
 
 
 def packed(*shape: int) -> nn.Parameter:
+    """A parameter of packed MXFP4 codes or scales, one byte each."""
     return weight(*shape, dtype=torch.uint8)

@@ -56,12 +56,9 @@ class FusedOp:
     @property
     def arguments(self) -> tuple[tuple[str, str], ...]:
         """(name, torch type) of every argument, in order, keyword-only ones last."""
-        found = []
         inside = self.signature[1 : self.signature.rindex(") ->")]
-        for part in inside.split(", "):
-            if match := _ARGUMENT.match(part):
-                found.append((match["name"], match["type"]))
-        return tuple(found)
+        matches = (_ARGUMENT.match(part) for part in inside.split(", "))
+        return tuple((match["name"], match["type"]) for match in matches if match)
 
     @property
     def tensor_arguments(self) -> tuple[str, ...]:

@@ -110,5 +110,5 @@ def test_a_failed_compile_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_an_unknown_source_names_the_presets(tmp_path: Path) -> None:
-    with pytest.raises(HybridgeError, match="kimi-k3.1-pro"):
+    with pytest.raises(HybridgeError, match=r"kimi-k3\.1-pro"):
         compile_model("no-such-model", tmp_path / "out", weights="none")

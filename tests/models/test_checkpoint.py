@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_data import EVERY
-from golden_data import FOLDER as GOLDEN
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from golden_data import EVERY
+from golden_data import FOLDER as GOLDEN
 from hybridge.artifacts.errors import CheckpointError
 from hybridge.models import checkpoint as checkpoint_module
 from hybridge.models.checkpoint import Checkpoint, load_state

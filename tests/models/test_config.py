@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from golden_data import FOLDER as GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
 
+from golden_data import FOLDER as GOLDEN
 from hybridge.artifacts.errors import CheckpointError
 from hybridge.models.config import config_from_dict, load_config
 from hybridge.models.presets import preset, preset_names

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from golden_data import FOLDER as GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
 
+from golden_data import FOLDER as GOLDEN
 from hybridge.artifacts.errors import CheckpointError, UsageError
 from hybridge.models.config import config_from_dict, load_config
 from hybridge.models.presets import layer_pattern, preset, preset_names, scale

@@ -7,11 +7,11 @@ import struct
 
 import pytest
 import torch
-from golden_data import FOLDER as GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from golden_data import FOLDER as GOLDEN
 from hybridge.artifacts.errors import CheckpointError
 from hybridge.models.safetensors_file import read_header
 

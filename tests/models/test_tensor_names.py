@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
-from golden_data import EVERY
-from golden_data import FOLDER as GOLDEN
 from safetensors import safe_open
 
+from golden_data import EVERY
+from golden_data import FOLDER as GOLDEN
 from hybridge.models.config import load_config
 from hybridge.models.model import HybridModel
 from hybridge.models.presets import preset, preset_names, scale
