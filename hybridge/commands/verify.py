@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -145,6 +146,13 @@ def _verify_eager(engine: Engine, folder: Path) -> tuple[Check, ...]:
     from hybridge.models.config import load_config
     from hybridge.runner.verify import verify_case
 
-    model = eager_model(Checkpoint.open(folder), load_config(folder))
-    case = golden_case(model, prompt=FRESH_PROMPT)
-    return tuple(verify_case(engine, GoldenSpec("eager, now", "", GOLDEN_TOLERANCE), case))
+    case = golden_case(
+        eager_model(Checkpoint.open(folder), load_config(folder)), prompt=FRESH_PROMPT
+    )
+    # An artifact that rounds activations states a wider tolerance, under which equally likely
+    # tokens may change places.
+    stored = [golden.atol for golden in engine.model.artifact.manifest.golden]
+    tolerance = max([GOLDEN_TOLERANCE, *stored])
+    if tolerance > GOLDEN_TOLERANCE:
+        case = replace(case, greedy_tokens=None)
+    return tuple(verify_case(engine, GoldenSpec("eager, now", "", tolerance), case))
