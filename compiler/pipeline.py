@@ -27,6 +27,7 @@ from hybridge.passes.fuse_moe import FuseMoe
 from hybridge.passes.fuse_rms_norm import FuseRmsNorm
 from hybridge.passes.fuse_situ import FuseSitu
 from hybridge.passes.fuse_sparse_flash_attention import FuseSparseFlashAttention
+from hybridge.passes.merge_projections import MergeProjections
 
 PIPELINE: tuple[Pass, ...] = (
     Canonicalise(),
@@ -35,6 +36,8 @@ PIPELINE: tuple[Pass, ...] = (
     FuseSparseFlashAttention(),
     FuseAttnRes(),
     FuseKda(),
+    # After the fusion that says which projections belong to a layer, and in which order decode has them.
+    MergeProjections(),
     FuseMoe(),
     # Last: the larger fusions take the norms that belong to them.
     FuseRmsNorm(),

@@ -54,7 +54,8 @@ def cone(
     """Nodes that the outputs are computed from, back to (without) `stop`, in program order.
 
     Sizes are not followed: they are known from the recorded shapes. With `effects`, in-place writes to tensors that
-    the cone itself makes are part of it.
+    the cone itself makes are part of it. If `stop` leaves out an input of the graph, the search ends there: the cone
+    is then not whole, and holds that input (see `open_input`).
     """
     found: set[Node] = set()
     pending = [node for node in outputs if node not in stop]
@@ -63,6 +64,8 @@ def cone(
         if node in found:
             continue
         found.add(node)
+        if node.op != "call_function":
+            break
         needed = list(node.all_input_nodes)
         if effects is not None:
             needed += _local_writes(node, effects)
@@ -72,6 +75,11 @@ def cone(
             if argument not in found and argument not in stop and not is_size(argument)
         ]
     return sorted(found)
+
+
+def open_input(nodes: Iterable[Node]) -> Node | None:
+    """The input of the graph that a cone reached, which `stop` left out; None if the cone is whole."""
+    return next((node for node in nodes if node.op != "call_function"), None)
 
 
 def _local_writes(node: Node, effects: Effects) -> list[Node]:

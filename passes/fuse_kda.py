@@ -389,17 +389,22 @@ def _projections(roles: Roles) -> Layer | Refusal:
     return Layer(x, tuple(each.weight for each in every), gate.weight, second)
 
 
+def joined_weight(weights: Sequence[Node], rewriter: Rewriter) -> Node:
+    """The rows of a layer's weights in one, named after the first; the same in both phases."""
+    names = [str(weight_name(weight)) for weight in weights]
+    return rewriter.derived_weight(
+        f"{names[0].removesuffix('.weight')}.kda_in.weight",
+        {"transform": "concat", "inputs": names, "axis": 0},
+        weights,
+    )
+
+
 def _emit_decode(roles: Roles, rewriter: Rewriter) -> Node:
     layer, found = _projections(roles), roles.found
     assert isinstance(layer, Layer)
     assert found.output is not None
     inputs = metadata(rewriter.context.graph)
-    names = [str(weight_name(weight)) for weight in layer.joined]
-    joined = rewriter.derived_weight(
-        f"{names[0].removesuffix('.weight')}.kda_in.weight",
-        {"transform": "concat", "inputs": names, "axis": 0},
-        layer.joined,
-    )
+    joined = joined_weight(layer.joined, rewriter)
     parts: dict[str, Any] = {
         name: roles.operands[name].emit(rewriter)
         for name in ("conv_weight", "a_log", "dt_bias", "norm_weight")

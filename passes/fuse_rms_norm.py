@@ -45,6 +45,7 @@ _STATISTIC = frozenset(
     )
 )
 _SIZE = 3
+_LARGEST = 12
 _TOLERANCE = 1e-5
 # One unit of bf16: the product may be rounded in another order.
 _NARROW_TOLERANCE = 2.0**-7
@@ -150,7 +151,7 @@ def _roles(context: PassContext, root: Node, x: Node, end: Node) -> tuple[Roles,
     if shape_of(weight) != (width,):
         return None
     region = regions.cone([end], {x, weight}, context.effects)
-    if len(region) > 12 or any(node.op != "call_function" for node in region):
+    if len(region) > _LARGEST or regions.open_input(region) is not None:
         return None
     best: tuple[Roles, Verdict] | None = None
     for eps in guards(region):
