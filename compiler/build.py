@@ -6,11 +6,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hybridge.compiler.pipeline import PipelineReport
 from hybridge.compiler.trace import TracedPhase
 from hybridge.compiler.weights import WeightsPolicy
 from hybridge.models.batch import PHASES, Phase
+
+
+Activations = Literal["float32", "bfloat16"]
+ACTIVATIONS: tuple[Activations, ...] = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class CompileOptions:
         passes: names of the passes to run, in the pipeline's order; None runs all.
         weights: "reference", "copy" or "none".
         block_size: tokens in a block of the paged caches.
+        activations: "bfloat16" lets matrix products with bf16 or MXFP4 weights round their activations to
+            bf16, which is up to twice as fast for many tokens; "float32" rounds nothing.
         dumps: keep the graph after every pass in the artifact.
         check_passes: run the graph on real values after every pass and record the largest change.
     """
@@ -32,6 +39,7 @@ class CompileOptions:
     passes: tuple[str, ...] | None = None
     weights: WeightsPolicy = "reference"
     block_size: int = 64
+    activations: Activations = "float32"
     dumps: bool = False
     check_passes: bool = False
 

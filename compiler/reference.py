@@ -12,8 +12,10 @@ from hybridge.artifacts.golden import GoldenCase
 from hybridge.models.batch import Phase
 from hybridge.models.checkpoint import Checkpoint, load_state
 from hybridge.models.config import ModelConfig
+from hybridge.models.layers import Linear
 from hybridge.models.model import HybridModel
-from hybridge.models.session import EagerSession
+from hybridge.models.moe import Experts
+from hybridge.models.session import EagerSession, evaluate
 from hybridge.models.tensor_names import weight_sources
 
 GOLDEN_PROMPT = 40
@@ -78,6 +80,31 @@ def golden_case(
         logits=torch.cat(logits).to(torch.float32).numpy(),
         greedy_tokens=np.asarray(continuation.numpy(), np.int32),
     )
+
+
+def rounding_effect(model: HybridModel, case: GoldenCase) -> float:
+    """How far the logits move when every matrix product rounds its activations to bf16.
+
+    The measure for what a graph with bf16 activations may differ by: it rounds the same values, in another order.
+
+    Args:
+        model: the eager model; used as it is found, and left so.
+        case: its tokens and exact logits.
+
+    Returns:
+        The largest difference of a logit over the case's tokens.
+    """
+
+    def round_input(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0].to(torch.bfloat16).to(inputs[0].dtype), *inputs[1:])
+
+    products = [module for module in model.modules() if isinstance(module, Linear | Experts)]
+    handles = [module.register_forward_pre_hook(round_input) for module in products]
+    rounded = evaluate(model, torch.from_numpy(case.token_ids)).to(torch.float32).numpy()
+    for handle in handles:
+        handle.remove()
+    assert case.logits is not None
+    return float(np.abs(rounded - case.logits).max())
 
 
 def check_values(model: HybridModel, phase: Phase, block_size: int) -> dict[str, Tensor]:

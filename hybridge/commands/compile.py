@@ -72,6 +72,13 @@ Examples:
     show_default=True,
     help="Tokens a block of the paged caches holds.",
 )
+@click.option(
+    "--activations",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="bfloat16: products with bf16 or MXFP4 weights may round activations; faster prefill.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is there.")
 @click.option("--dumps", is_flag=True, help="Keep the graph after each pass, in dumps/.")
 @click.option(
@@ -90,6 +97,7 @@ def compile_command(
     passes: str | None,
     weights: str,
     block_size: int,
+    activations: str,
     overwrite: bool,
     dumps: bool,
     check_passes: bool,
@@ -112,6 +120,7 @@ def compile_command(
         passes=_pass_names(passes),
         weights=weights,
         block_size=block_size,
+        activations=activations,
         overwrite=overwrite,
         dumps=dumps,
         check_passes=check_passes,

@@ -68,14 +68,13 @@ void multiply_and_store(const typename Words::Element* const* weight_rows, const
 }
 
 // Weight rows [first_output, end_output) times the panels [first_panel, end_panel).
-template <class Weight>
+template <class Weight, class Words>
 void multiply_block(const LinearArgs& args, const float* panels, int64_t first_panel,
                     int64_t end_panel, int64_t first_output, int64_t end_output, bool split) {
-  using Words = typename RowsAs<Weight>::Words;
   const Weight* weight = static_cast<const Weight*>(args.weight);
   const int64_t panel_size = steps_of<Words>(args.inputs) * kPanelLanes;
   float* widened = nullptr;
-  if constexpr (kWidened<Weight>) {
+  if constexpr (kWidened<Weight, Words>) {
     const size_t bytes = static_cast<size_t>(kRowTile * args.inputs) * sizeof(float);
     widened = static_cast<float*>(scratch_bytes(ScratchSlot::kTask, bytes));
   }
@@ -133,9 +132,8 @@ void pack_rows(const LinearArgs& args, bool split, float* packed, float* parts,
   });
 }
 
-template <class Weight>
+template <class Weight, class Words>
 void by_panels(const LinearArgs& args, const Parallel& parallel) {
-  using Words = typename RowsAs<Weight>::Words;
   const bool split = Words::kElements == 2 && args.rows <= kSplitRows;
   const int64_t panel_size = steps_of<Words>(args.inputs) * kPanelLanes;
   const int64_t panels = (args.rows + kPanelLanes - 1) / kPanelLanes;
@@ -157,26 +155,25 @@ void by_panels(const LinearArgs& args, const Parallel& parallel) {
   parallel_for(parallel, static_cast<size_t>(blocks * columns), [&](size_t task) {
     const int64_t block = static_cast<int64_t>(task) / columns;
     const int64_t output = static_cast<int64_t>(task) % columns * kTaskOutputs;
-    multiply_block<Weight>(args, packed, block * per_block,
+    multiply_block<Weight, Words>(args, packed, block * per_block,
                            std::min(panels, (block + 1) * per_block), output,
                            std::min(args.outputs, output + kTaskOutputs), split);
   });
 }
 
-template <class Weight>
+template <class Weight, class Words>
 void linear_of(const LinearArgs& args, const Parallel& parallel) {
-  if (args.rows <= kDotRows<typename RowsAs<Weight>::Words>) {
-    return by_dot_products<Weight>(args, parallel);
-  }
-  return by_panels<Weight>(args, parallel);
+  if (args.rows <= kDotRows<Words>) return by_dot_products<Weight>(args, parallel);
+  return by_panels<Weight, Words>(args, parallel);
 }
 
 }  // namespace
 
 void linear(const LinearArgs& args, const Parallel& parallel) {
   if (args.rows == 0 || args.outputs == 0) return;
-  if (args.weight_bf16) return linear_of<uint16_t>(args, parallel);
-  return linear_of<float>(args, parallel);
+  if (!args.weight_bf16) return linear_of<float, FloatWords>(args, parallel);
+  if (!args.round_x) return linear_of<uint16_t, FloatWords>(args, parallel);
+  return linear_of<uint16_t, RowsAs<uint16_t>::Words>(args, parallel);
 }
 
 }  // namespace hybridge::HYBRIDGE_ISA

@@ -470,7 +470,7 @@ class Experts {
 
 void moe_experts(const MoeExperts& args, const Parallel& parallel) {
 #if defined(__AVX512BF16__)
-  if (args.gate_up.format != WeightFormat::kFloat32) {
+  if (args.round_x && args.gate_up.format != WeightFormat::kFloat32) {
     Experts<PairSteps>(args, parallel).run();
     return;
   }

@@ -236,19 +236,19 @@ struct RowsAs<std::uint16_t> {
 };
 #endif
 
-// Whether rows of type Stored must be widened before a product.
-template <class Stored>
-constexpr bool kWidened = sizeof(Stored) != sizeof(typename RowsAs<Stored>::Words::Element);
+// Whether rows of type Stored must be widened before a product of Words.
+template <class Stored, class Words = typename RowsAs<Stored>::Words>
+constexpr bool kWidened = sizeof(Stored) != sizeof(typename Words::Element);
 
 // Makes kRowTile pointers to rows that the product can read: the rows themselves, or float copies
 // in `buffer` ([kRowTile, elements], used if kWidened). The last of `count` rows stands in for
 // those beyond it.
-template <class Stored>
+template <class Stored, class Element>
 inline void readable_rows(const Stored* const* rows, std::int64_t count, std::int64_t elements,
-                          float* buffer, const typename RowsAs<Stored>::Words::Element** readable) {
+                          float* buffer, const Element** readable) {
   for (std::int64_t i = 0; i < kRowTile; ++i) {
     const std::int64_t source = i < count ? i : count - 1;
-    if constexpr (kWidened<Stored>) {
+    if constexpr (sizeof(Stored) != sizeof(Element)) {
       if (i < count) widen_row(rows[i], elements, buffer + i * elements);
       readable[i] = buffer + source * elements;
     } else {

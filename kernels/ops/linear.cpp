@@ -1,4 +1,4 @@
-// Linear(x, weight) -> out: x [..., K] times the transpose of weight [N, K].
+// Linear(x, weight; bf16_activations = 0) -> out: x [..., K] times the transpose of weight [N, K].
 #include "math/linear.h"
 
 #include "framework/op.h"
@@ -8,7 +8,8 @@ namespace {
 
 class Linear : public Kernel {
  public:
-  explicit Linear(const Attributes&) {}
+  explicit Linear(const Attributes& attributes)
+      : round_x_(attributes.find_int("bf16_activations").value_or(0) != 0) {}
 
   void compute(Context& context) const override {
     const Tensor x = context.input(0);
@@ -23,11 +24,12 @@ class Linear : public Kernel {
     const Tensor out = context.output(0, shape);
     const int64_t rows = x.shape().elements_before(last);
     run_({x.f32(), weight.raw(), weight.is_bf16(), out.data<float>(), rows, weight.dim(1),
-          weight.dim(0)},
+          weight.dim(0), round_x_},
          context.parallel());
   }
 
  private:
+  bool round_x_;
   plain::linear_signature* run_ = select_linear();
 };
 

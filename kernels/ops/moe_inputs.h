@@ -9,11 +9,13 @@
 
 namespace hybridge {
 
-// The activation of a node: attributes activation, beta, linear_beta (absent: up is used as it is).
+// The activation of a node: attributes activation, beta, linear_beta (absent: up is used as it is);
+// and bf16_activations (absent: 0), whether left sides may be rounded to bfloat16.
 class ExpertActivation {
  public:
   explicit ExpertActivation(const Attributes& attributes)
-      : kind_(parse(attributes.get_string("activation"))) {
+      : kind_(parse(attributes.get_string("activation"))),
+        round_x_(attributes.find_int("bf16_activations").value_or(0) != 0) {
     if (kind_ == Activation::kSilu) return;
     beta_ = attributes.get_positive_float("beta");
     if (attributes.find_float("linear_beta")) {
@@ -23,6 +25,7 @@ class ExpertActivation {
 
   void apply(MoeExperts& args) const {
     args.activation = kind_;
+    args.round_x = round_x_;
     args.beta = beta_;
     args.has_linear_beta = linear_beta_.has_value();
     args.linear_beta = linear_beta_.value_or(1.0f);
@@ -36,6 +39,7 @@ class ExpertActivation {
   }
 
   Activation kind_;
+  bool round_x_;
   float beta_ = 1.0f;
   std::optional<float> linear_beta_;
 };

@@ -8,14 +8,14 @@ import pytest
 from .harness import BFLOAT16, Operator, bf16, f64, run
 
 DTYPES = (np.dtype(np.float32), BFLOAT16)
-# Above so many rows a bfloat16 weight meets activations in two bfloat16 parts, or rounded ones
-# (kernels/math/linear.h).
+# With bf16_activations: above so many rows a bfloat16 weight meets activations in two bfloat16
+# parts, or rounded ones (kernels/math/linear.h).
 EXACT_ROWS, SPLIT_ROWS = 4, 8
 
 
-def unit_of(rows: int, dtype: np.dtype) -> float:
+def unit_of(rows: int, dtype: np.dtype, rounding: int) -> float:
     """The relative rounding of an activation."""
-    if dtype != BFLOAT16 or rows <= EXACT_ROWS:
+    if not rounding or dtype != BFLOAT16 or rows <= EXACT_ROWS:
         return 0.0
     return 2.0**-16 if rows <= SPLIT_ROWS else 2.0**-8
 
@@ -33,11 +33,13 @@ def bound(x: np.ndarray, weight: np.ndarray, unit: float) -> np.ndarray:
 
 
 def check(x: np.ndarray, weight: np.ndarray) -> None:
-    (out,) = run("Linear", {"x": x, "weight": weight}, {"out": np.float32})
-    assert out.shape == (*x.shape[:-1], weight.shape[0])
-    error = np.abs(out - f64(x) @ f64(weight).T)
-    unit = unit_of(int(np.prod(x.shape[:-1])), weight.dtype)
-    assert np.all(error <= bound(x, weight, unit))
+    exact = f64(x) @ f64(weight).T
+    for rounding in (1, 0):
+        given = {"x": x, "weight": weight}
+        (out,) = run("Linear", given, {"out": np.float32}, bf16_activations=rounding)
+        assert out.shape == (*x.shape[:-1], weight.shape[0])
+        unit = unit_of(int(np.prod(x.shape[:-1])), weight.dtype, rounding)
+        assert np.all(np.abs(out - exact) <= bound(x, weight, unit))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -92,12 +92,15 @@ class EmittedGraph:
     nodes: int
 
 
-def emit_onnx(traced: Sequence[TracedPhase], stored: DTypes) -> dict[str, EmittedGraph]:
+def emit_onnx(
+    traced: Sequence[TracedPhase], stored: DTypes, *, bf16_activations: bool = False
+) -> dict[str, EmittedGraph]:
     """Lower the phases of one model. Their graphs stay as they are.
 
     Args:
         traced: the phases; `traced.graph_module` is what the passes left.
         stored: the type of each parameter in the checkpoint; fp32 where it is not named.
+        bf16_activations: let matrix products with narrow weights round their activations to bf16.
 
     Returns:
         phase -> graph. A weight has one type in all of them.
@@ -107,7 +110,10 @@ def emit_onnx(traced: Sequence[TracedPhase], stored: DTypes) -> dict[str, Emitte
     """
     lowered = {phase.phase: _lower(phase) for phase in traced}
     dtypes = weight_dtypes(lowered.values(), stored)
-    return {phase.phase: _emit(phase, lowered[phase.phase], dtypes) for phase in traced}
+    return {
+        phase.phase: _emit(phase, lowered[phase.phase], dtypes, bf16_activations)
+        for phase in traced
+    }
 
 
 def _lower(traced: TracedPhase) -> GraphModule:
@@ -123,7 +129,9 @@ def _lower(traced: TracedPhase) -> GraphModule:
     return gm
 
 
-def _emit(traced: TracedPhase, gm: GraphModule, dtypes: DTypes) -> EmittedGraph:
+def _emit(
+    traced: TracedPhase, gm: GraphModule, dtypes: DTypes, bf16_activations: bool
+) -> EmittedGraph:
     set_weight_dtypes(gm, dtypes)
     caches = tuple(cache.name for cache in traced.caches)
     writes = functionalise(gm, caches)
@@ -134,7 +142,9 @@ def _emit(traced: TracedPhase, gm: GraphModule, dtypes: DTypes) -> EmittedGraph:
     )
     model = _export(traced, gm)
     names = ("logits", *(f"{cache}_out" for cache in caches))
-    done = finish_model(model, names, {weight.name for weight in weights})
+    done = finish_model(
+        model, names, {weight.name for weight in weights}, bf16_activations=bf16_activations
+    )
     return EmittedGraph(done.data, done.inputs, done.outputs, weights, recipes, writes, done.nodes)
 
 

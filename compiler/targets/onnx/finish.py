@@ -18,7 +18,12 @@ from hybridge.artifacts.errors import CompileError
 from hybridge.artifacts.manifest import TensorSpec
 from hybridge.artifacts.onnx_initializers import LOCATION
 from hybridge.compiler.targets.onnx.functions import OPSET, Variant, local_function
-from hybridge.compiler.targets.onnx.schemas import DOMAIN, VERSION
+from hybridge.compiler.targets.onnx.schemas import (
+    BF16_ACTIVATIONS,
+    DOMAIN,
+    ROUNDING_OPS,
+    VERSION,
+)
 from hybridge.ops import FusedOp, vocabulary
 
 # Input, axis and the name of its size in DESIGN.md. Where T is B (decode), B comes first and stays.
@@ -45,7 +50,11 @@ class FinishedModel:
 
 
 def finish_model(
-    model: ir.Model, outputs: Sequence[str], weights: Collection[str]
+    model: ir.Model,
+    outputs: Sequence[str],
+    weights: Collection[str],
+    *,
+    bf16_activations: bool = False,
 ) -> FinishedModel:
     """Finish the exporter's model, in place.
 
@@ -53,6 +62,7 @@ def finish_model(
         model: as exported.
         outputs: the outputs' names, in order.
         weights: names of the initializers that are weights; others are constants and stay inline.
+        bf16_activations: let matrix products round their activations to bf16.
 
     Raises:
         CompileError: nodes of one op differ in what they leave out, so that no one body serves them.
@@ -67,6 +77,8 @@ def finish_model(
     specs = [_spec(value) for value in (*graph.inputs, *graph.outputs)]
     _forget_traces(model)
     _attach_functions(model)
+    if bf16_activations:
+        _allow_rounding(model)
     proto = ir.serde.serialize_model(model)
     count = len(graph.inputs)
     data = proto.SerializeToString(deterministic=True)
@@ -132,6 +144,17 @@ def _spec(value: ir.Value) -> TensorSpec:
 def _renamed(size: str, symbols: Mapping[str, str]) -> str:
     """`s19 + 1` -> `B+1`."""
     return re.sub(r"\w+", lambda word: symbols.get(word[0], word[0]), size).replace(" ", "")
+
+
+def _allow_rounding(model: ir.Model) -> None:
+    """Mark the products of the graph; bodies declare the mark and ignore it."""
+    rounding = {vocabulary[name].onnx_type for name in ROUNDING_OPS}
+    for node in model.graph:
+        if node.domain == DOMAIN and node.op_type in rounding:
+            node.attributes[BF16_ACTIVATIONS] = ir.AttrInt64(BF16_ACTIVATIONS, 1)
+    for function in model.functions.values():
+        if function.domain == DOMAIN and function.name in rounding:
+            function.attributes[BF16_ACTIVATIONS] = ir.AttrInt64(BF16_ACTIVATIONS, 0)
 
 
 def _forget_traces(model: ir.Model) -> None:

@@ -12,6 +12,11 @@ from hybridge.ops import FusedOp, vocabulary
 DOMAIN = "hybridge"
 VERSION = 1
 
+# Matrix products may round their activations to bf16 where their weights are narrow (many rows, machines that
+# multiply bf16 pairs). It is a permission for the native kernels, not part of an op's definition.
+BF16_ACTIVATIONS = "bf16_activations"
+ROUNDING_OPS = ("linear", "moe_experts", "moe_experts_mxfp4")
+
 _TENSOR_TYPES = [
     "tensor(float)",
     "tensor(bfloat16)",
@@ -74,6 +79,11 @@ def _schema(op: FusedOp) -> onnx.defs.OpSchema:
             )
             for name, kind in op.arguments
             if name in op.attributes
+        ]
+        + [
+            onnx.defs.OpSchema.Attribute(name, onnx.defs.OpSchema.AttrType.INT, required=False)
+            for name in (BF16_ACTIVATIONS,)
+            if op.name in ROUNDING_OPS
         ],
     )
 
