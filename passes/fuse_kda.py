@@ -186,9 +186,9 @@ def _best(
 ) -> tuple[Roles, Verdict] | None:
     """The first assignment of roles that is proved, else the one that came furthest."""
     best: tuple[Roles, Verdict] | None = None
-    cone = regions.cone(
-        [found.end, *found.writes], [*origins.activations, *origins.weights], context.effects
-    )
+    known = [*origins.activations, *origins.weights, found.conv_state, found.state]
+    known += metadata(context.graph).values()
+    cone = regions.cone([found.end, *found.writes], known, context.effects)
     for chosen in _assignments(found, origins):
         for lower_bound in _bounds(cone):
             for eps in guards(cone) if found.decode else [None]:

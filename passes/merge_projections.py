@@ -51,7 +51,7 @@ class MergeProjections(Pass):
 
     def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
         for node in list(context.graph.nodes):
-            if op_name(node) == "hybridge::kda_prefill" and joined_projections(node.args[0]):  # type: ignore[arg-type]
+            if op_name(node) == "hybridge::kda_prefill" and joined_projections(node.args[0]):
                 yield _site(node)
 
     def check(self, site: Site, context: PassContext) -> Refusal | None:
