@@ -38,7 +38,11 @@ STREAMS = {streams}
 EVENTS = {events}
 
 
-def forward(streams, events, {arguments}):
+def forward(
+    streams,
+    events,
+    {arguments},
+):
 '''
 
 
@@ -48,9 +52,9 @@ def python_source(graph_module: fx.GraphModule, schedule: Schedule, title: str) 
     inputs = [node.name for node in nodes if node.op == "placeholder"]
     head = _HEAD.format(
         title=title,
-        streams=json.dumps(list(schedule.streams)),
-        events=json.dumps(list(schedule.events)),
-        arguments=", ".join(inputs),
+        streams=json.dumps(list(schedule.streams), indent=4),
+        events=json.dumps(list(schedule.events), indent=4),
+        arguments=",\n    ".join(inputs),
     )
     recorded: dict[str, list[str]] = {}
     for value, stream in sorted(schedule.recorded_streams):

@@ -117,6 +117,12 @@ def continues(ctx: Context, context_len: Tensor, rank: int) -> Tensor:
     return ctx.once(("continues", rank), make)  # type: ignore[no-any-return]
 
 
+def where_continuing(ctx: Context, context_len: Tensor, rows: Tensor) -> Tensor:
+    """The state rows of sequences with cached tokens; zeros for those that start now."""
+    zero = ctx.once(("zero", rows.dtype), lambda: rows.new_zeros(()))
+    return torch.where(continues(ctx, context_len, rows.dim()), rows, zero)
+
+
 def device_table(ctx: Context, block_table: Tensor) -> Tensor:
     """Block ids behind the null block; unused entries (-1) become the null block."""
     return ctx.once("table", lambda: (block_table + 1).clamp(min=0).to(torch.int32))  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from hybridge.compiler.targets.ascend.lowerings.context import (
     device_slots,
     matmul,
     sequence_of,
+    where_continuing,
 )
 from hybridge.compiler.targets.ascend.npu_reference import L2_EPS
 from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
@@ -25,8 +26,8 @@ FORGET = -1000.0
 
 def l2_normalise(x: Tensor) -> Tensor:
     """X / sqrt(sum x^2 + 1e-6) over the last dimension, in fp32."""
-    values = x.float()
-    return values * torch.rsqrt(values.square().sum(-1, keepdim=True) + L2_EPS)
+    values = x.float()  # values * values: `square` becomes the slow Pow
+    return values * torch.rsqrt((values * values).sum(-1, keepdim=True) + L2_EPS)
 
 
 def log_decay(gate: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
@@ -40,8 +41,7 @@ def log_decay(gate: Tensor, a_log: Tensor, dt_bias: Tensor, lower_bound: float |
 
 def _history(ctx: Context, conv_state: Tensor, context_len: Tensor, slots: Tensor) -> Tensor:
     """[B, W - 1, C] the raw outputs before this call; zeros for a sequence that starts now."""
-    rows = conv_state.index_select(0, slots)
-    return torch.where(continues(ctx, context_len, 3), rows, 0.0)
+    return where_continuing(ctx, context_len, conv_state.index_select(0, slots))
 
 
 def _fused_convolution(
@@ -179,8 +179,7 @@ def lower_kda_prefill(
 
 def _initial_states(ctx: Context, state: Tensor, context_len: Tensor, slots: Tensor) -> Tensor:
     """[B + 1, H, V, K]: each sequence's state, zero where it starts, and the padding's."""
-    rows = state.index_select(0, slots)
-    rows = torch.where(continues(ctx, context_len, 4), rows, 0.0)
+    rows = where_continuing(ctx, context_len, state.index_select(0, slots))
     return F.pad(rows, (0, 0, 0, 0, 0, 0, 0, 1))
 
 
