@@ -10,6 +10,9 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check
 # Small matrices do not gain from more threads, and two test workers share the cores.
 TEST_WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
+# torch-npu, which the tests of the Ascend target read, keeps `import torch` from working without CANN
+# unless it is told to stay out. hybridge says so itself; what imports torch first does not.
+export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 
 ROOMS := artifacts compiler ir kernels models ops passes runner
 NATIVE := CMakeLists.txt $(shell find kernels -name '*.txt' -o -name '*.map' -o -name '*.cpp' -o -name '*.h')

@@ -10,6 +10,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+import hybridge  # noqa: F401  (before any test imports torch, which torch-npu would break)
+
 # Shared machines stall: no example has a deadline. In CI the same examples run every time.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
