@@ -13,7 +13,6 @@ from hybridge.compiler.trace import TracedPhase
 from hybridge.compiler.weights import WeightsPolicy
 from hybridge.models.batch import PHASES, Phase
 
-
 Activations = Literal["float32", "bfloat16"]
 ACTIVATIONS: tuple[Activations, ...] = ("float32", "bfloat16")
 

@@ -23,6 +23,9 @@ from hybridge.compiler.reference import (
     rounding_effect,
 )
 from hybridge.compiler.source import Source, open_source
+from hybridge.compiler.targets.ascend import artifact as ascend_artifact
+from hybridge.compiler.targets.ascend.constraints import SOCS
+from hybridge.compiler.targets.ascend.emit import AscendOptions
 from hybridge.compiler.targets.onnx.emit import EmittedGraph, WeightSpec, emit_onnx
 from hybridge.compiler.trace import trace
 from hybridge.compiler.weights import POLICIES, WeightsPolicy, WeightWriter
@@ -48,6 +51,7 @@ def compile_model(
     activations: str = "float32",
     dumps: bool = False,
     check_passes: bool = False,
+    ascend: AscendOptions | None = None,
     overwrite: bool = False,
     progress: Progress = lambda _: None,
 ) -> Manifest:
@@ -57,6 +61,7 @@ def compile_model(
         source: a checkpoint folder; with `weights="none"` also a preset's name or a config.json.
         output: the artifact's folder; nothing is visible there before all is done.
         target, phases, passes, weights, block_size, activations, dumps, check_passes: see `CompileOptions`.
+        ascend: more options of an Ascend target; SoC and block size are those above.
         overwrite: replace an artifact that is there.
         progress: told what is being done.
 
@@ -73,10 +78,18 @@ def compile_model(
     options = _options(
         target, phases, passes, weights, block_size, activations, dumps, check_passes
     )
+    on_ascend = ascend_artifact.choose_options(target, weights, block_size, ascend)
     model = open_source(source, with_weights=options.weights != "none")
     build = Build()
     with ArtifactWriter(output, overwrite=overwrite) as writer:
-        graphs = _build_graphs(model, options, writer, build, progress)
+        _trace_and_rewrite(model, options, writer, build, progress)
+        if on_ascend is not None:
+            emitted = ascend_artifact.emit_into(writer, build, model.config, on_ascend, progress)
+            if model.tokenizer is not None:
+                writer.add_file("tokenizer/tokenizer.json", model.tokenizer)
+            common = describe(model, options, build, {}, ())
+            return writer.finish(ascend_artifact.complete(common, emitted), report(build))
+        graphs = _emit_graphs(model, options, writer, build, progress)
         with build.timed("weights"):
             progress(f"weights: {options.weights}")
             _write_weights(model, options, writer, graphs)
@@ -101,7 +114,7 @@ def _options(
 ) -> CompileOptions:
     wanted = tuple(phases) if phases else PHASES
     for value, known, what in (
-        (target, ("cpu",), "target"),
+        (target, ("cpu", *SOCS), "target"),
         (weights, POLICIES, "weights policy"),
         (activations, ACTIVATIONS, "activation type"),
         *((phase, PHASES, "phase") for phase in wanted),
@@ -120,14 +133,14 @@ def _options(
     )
 
 
-def _build_graphs(
+def _trace_and_rewrite(
     model: Source,
     options: CompileOptions,
     writer: ArtifactWriter,
     build: Build,
     progress: Progress,
-) -> Mapping[str, EmittedGraph]:
-    """Trace, rewrite and lower every phase."""
+) -> None:
+    """Trace every phase and run the passes on it."""
     proofs: dict[str, Any] = {}
     for phase in options.phases:
         progress(f"{phase}: trace")
@@ -135,6 +148,16 @@ def _build_graphs(
             build.traced[phase] = trace(model.config, phase, block_size=options.block_size)
         with build.timed(f"{phase}/passes"):
             _run_passes(phase, model, options, writer, build, proofs, progress)
+
+
+def _emit_graphs(
+    model: Source,
+    options: CompileOptions,
+    writer: ArtifactWriter,
+    build: Build,
+    progress: Progress,
+) -> Mapping[str, EmittedGraph]:
+    """Lower every phase for the CPU."""
     progress("emit the graphs")
     with build.timed("emit"):
         graphs = emit_onnx(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +16,9 @@ from hybridge.commands.console import (
     split_names,
 )
 
+if TYPE_CHECKING:
+    from hybridge.compiler.targets.ascend.emit import AscendOptions
+
 EXAMPLES = """
 \b
 Examples:
@@ -22,6 +26,7 @@ Examples:
   hybridge compile ckpt -o art --weights copy            an artifact that can be moved alone
   hybridge compile ckpt -o art --passes none             the plain traced graph
   hybridge compile ckpt -o art --phase decode --passes canonicalise,fuse_lightning_indexer
+  hybridge compile kimi-k3.1-pro -o art --target ascend-950 --block-size 128 --weights none
   hybridge compile kimi-k3.1-pro -o art --weights none   graphs of a published size, no weights
 """
 
@@ -79,6 +84,21 @@ Examples:
     show_default=True,
     help="bfloat16: products with bf16 or MXFP4 weights may round activations; faster prefill.",
 )
+@click.option(
+    "--cann", metavar="VERSION", help="Ascend: CANN version to convert for.  [default: 9.0.0]"
+)
+@click.option(
+    "--nz",
+    type=click.Choice(["auto", "off", "quantised", "all"]),
+    help="Ascend: which weights lie as FRACTAL_NZ.  [default: auto, as the SoC asks]",
+)
+@click.option(
+    "--buckets",
+    metavar="SIZES",
+    default="",
+    help="Ascend: static sizes, such as decode=16,prefill=1024,sequences=4,blocks=1024.",
+)
+@click.option("--no-streams", is_flag=True, help="Ascend: keep everything on one stream.")
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is there.")
 @click.option("--dumps", is_flag=True, help="Keep the graph after each pass, in dumps/.")
 @click.option(
@@ -98,6 +118,10 @@ def compile_command(
     weights: str,
     block_size: int,
     activations: str,
+    cann: str | None,
+    nz: str | None,
+    buckets: str,
+    no_streams: bool,
     overwrite: bool,
     dumps: bool,
     check_passes: bool,
@@ -121,6 +145,7 @@ def compile_command(
         weights=weights,
         block_size=block_size,
         activations=activations,
+        ascend=_ascend_options(target, cann, nz, buckets, no_streams),
         overwrite=overwrite,
         dumps=dumps,
         check_passes=check_passes,
@@ -131,6 +156,20 @@ def compile_command(
         print_json(report.artifact_document(output, manifest, records))
         return
     print(report.describe_passes(records), report.describe_artifact(output, manifest), sep="\n\n")
+
+
+def _ascend_options(
+    target: str, cann: str | None, nz: str | None, buckets: str, no_streams: bool
+) -> AscendOptions | None:
+    """The options of an Ascend target; None where none was given."""
+    from hybridge.compiler.targets.ascend.artifact import parse_buckets
+    from hybridge.compiler.targets.ascend.emit import AscendOptions
+
+    given: dict[str, Any] = dict(parse_buckets(buckets))
+    given |= {"cann_version": cann} if cann else {}
+    given |= {"nz": nz} if nz else {}
+    given |= {"streams": False} if no_streams else {}
+    return AscendOptions(target, **given) if given else None
 
 
 def _pass_names(text: str | None) -> list[str] | None:

@@ -156,8 +156,8 @@ void by_panels(const LinearArgs& args, const Parallel& parallel) {
     const int64_t block = static_cast<int64_t>(task) / columns;
     const int64_t output = static_cast<int64_t>(task) % columns * kTaskOutputs;
     multiply_block<Weight, Words>(args, packed, block * per_block,
-                           std::min(panels, (block + 1) * per_block), output,
-                           std::min(args.outputs, output + kTaskOutputs), split);
+                                  std::min(panels, (block + 1) * per_block), output,
+                                  std::min(args.outputs, output + kTaskOutputs), split);
   });
 }
 
