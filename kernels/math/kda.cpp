@@ -248,6 +248,7 @@ Sequence decode_sequence(const KdaBatch& batch, std::int64_t b) {
 
 void kda_recurrence(const KdaRecurrence& args, const Parallel& parallel) {
   const KdaBatch& batch = args.batch;
+  if (batch.tokens == 0) return;
   clear_idle_rows(batch, args.output);
   const auto tasks = static_cast<std::size_t>(batch.sequences * batch.heads);
   parallel_for(parallel, tasks, [&](std::size_t task) {
@@ -264,6 +265,7 @@ void kda_recurrence(const KdaRecurrence& args, const Parallel& parallel) {
 
 void kda_prefill(const KdaPrefill& args, const Parallel& parallel) {
   const KdaBatch& batch = args.batch;
+  if (batch.tokens == 0) return;
   clear_idle_rows(batch, args.output);
   const auto tasks = static_cast<std::size_t>(batch.sequences * batch.heads);
   parallel_for(parallel, tasks, [&](std::size_t task) {
