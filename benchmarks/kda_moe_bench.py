@@ -363,7 +363,8 @@ def experts_eager(t: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def moe_experts(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
-    situ = {"activation": "situ", "beta": 4.0, "linear_beta": 25.0}
+    # Eager rounds its activations to bfloat16 as well.
+    situ = {"activation": "situ", "beta": 4.0, "linear_beta": 25.0, "bf16_activations": 1}
     shapes = {
         "gate_up": (EXPERTS, 2 * INTERMEDIATE, LATENT),
         "down": (EXPERTS, LATENT, INTERMEDIATE),

@@ -54,7 +54,7 @@ struct MoeExperts {
   float beta = 1.0f;
   bool has_linear_beta = false;  // else up is used as it is
   float linear_beta = 1.0f;
-  bool round_x = false;  // left sides of many rows may be rounded to bfloat16
+  bool round_x = false;     // left sides of many rows may be rounded to bfloat16
   float* output = nullptr;  // [T, L]
 };
 
