@@ -20,8 +20,8 @@ struct LinearArgs {
 };
 
 // Sums are float32. x is used exactly, except with round_x, a bfloat16 weight and a machine that
-// multiplies bfloat16 pairs: 5 to 8 rows are taken as the sum of two bfloat16 numbers (relative error at most
-// 2^-16 a factor), more rows are rounded to bfloat16 once (2^-8).
+// multiplies bfloat16 pairs: 5 to 8 rows are taken as the sum of two bfloat16 numbers (relative
+// error at most 2^-16 a factor), more rows are rounded to bfloat16 once (2^-8).
 HYBRIDGE_DECLARE_LEVELS(linear, void(const LinearArgs&, const Parallel&))
 
 }  // namespace hybridge
