@@ -79,7 +79,7 @@ def operands(node: Node, sizes: Sequence[Any]) -> Iterator[Operand]:
     """The ways to read an operand of the given (symbolic) sizes from a node or what it rearranges.
 
     Args:
-        sizes: of the operand's axes; None is any size but one.
+        sizes: of the operand's axes; None is any size.
     """
     for holder in sources(node):
         shape = shape_of(holder)
@@ -92,7 +92,7 @@ def _assignments(shape: Sequence[Any], sizes: Sequence[Any]) -> Iterator[tuple[i
     """Axes of `shape` that have the wanted sizes, the natural order first; all others must be one."""
     for axes in itertools.permutations(range(len(shape)), len(sizes)):
         fits = all(
-            same_size(shape[axis], size) if size is not None else not same_size(shape[axis], 1)
+            size is None or same_size(shape[axis], size)
             for axis, size in zip(axes, sizes, strict=True)
         )
         rest = (axis for axis in range(len(shape)) if axis not in axes)

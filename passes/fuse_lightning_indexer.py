@@ -117,17 +117,17 @@ class FuseLightningIndexer(Pass):
 
 
 def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site | Refusal:
-    """The largest region that is proved; else the nearest miss."""
+    """The best region that is proved (see `_best_proved`); else the nearest miss."""
     missing = [name for name in _TABLES if name not in metadata(context.graph)]
     if missing:
         reason = f"the graph has no input {missing[0]}"
         return Refusal(read.anchor.name, "batch metadata", reason, f"give the graph {missing[0]}")
-    best: tuple[Roles, Verdict] | None = None
-    for end in _ends(read):
-        for roles in _roles(context, read, end, decided):
-            verdict = prove_indexer(context, roles)
-            if best is None or verdict.rank >= best[1].rank:
-                best = (roles, verdict)
+    tried = [
+        (roles, prove_indexer(context, roles))
+        for end in _ends(read)
+        for roles in _roles(context, read, end, decided)
+    ]
+    best = _best_proved(context, read, tried)
     if best is None:
         return Refusal(
             read.anchor.name,
@@ -138,6 +138,33 @@ def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site 
         )
     region = regions.between(read.reads, [best[0].end], context.effects)
     return Site(read.anchor, region, {}, {"top_k": best[0].top_k}, best)
+
+
+def _best_proved(
+    context: PassContext, read: CacheRead, tried: list[tuple[Roles, Verdict]]
+) -> tuple[Roles, Verdict] | None:
+    """The largest proved region; else the nearest miss; None if nothing was tried.
+
+    With a top-k of one a token never has an empty place, so what attention makes of the positions (a clamp, say)
+    equals them too. It is told apart by the padding tokens' rows, which should be -1, and by who looks inside.
+    """
+    proved = [each for each in tried if each[1].holds]
+    if len(proved) > 1:
+        whole = [
+            each for each in proved if prove_indexer(context, each[0], with_padding=True).holds
+        ]
+        proved = whole or proved
+        closed = [each for each in proved if _is_closed(context, read, each[0].end)]
+        proved = closed or proved
+    if proved:
+        return proved[-1]
+    return max(reversed(tried), key=lambda each: each[1].rank, default=None)
+
+
+def _is_closed(context: PassContext, read: CacheRead, end: Node) -> bool:
+    """Whether nothing else uses what lies between the read and `end`."""
+    region = regions.between(read.reads, [end], context.effects)
+    return regions.escapes(region) is None
 
 
 def indexed_positions(context: PassContext, decided: MetadataOnly) -> set[Node]:
@@ -199,12 +226,18 @@ def _roles(
                 yield Roles(read.cache, query, weights, end, end_shape[1])
 
 
-def prove_indexer(context: PassContext, roles: Roles) -> Verdict:
-    """Whether the region from `roles` to `roles.end` is `lightning_indexer` on every kind of batch."""
+def prove_indexer(context: PassContext, roles: Roles, with_padding: bool = False) -> Verdict:
+    """Whether the region from `roles` to `roles.end` is `lightning_indexer` on every kind of batch.
+
+    Args:
+        with_padding: the rows of padding tokens must agree as well.
+    """
     inputs = metadata(context.graph)
     given = [roles.query.node, roles.head_weights.node, roles.cache, *inputs.values()]
     label = f"lightning_indexer {roles.top_k} {roles.query.axes} {roles.head_weights.axes}"
-    return prove(context, label, [roles.end], given, lambda: _trials(context, roles))
+    if with_padding:
+        label += " with padding"
+    return prove(context, label, [roles.end], given, lambda: _trials(context, roles, with_padding))
 
 
 @dataclass(frozen=True)
@@ -223,7 +256,9 @@ _VALUES = (
 )
 
 
-def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]:
+def _trials(
+    context: PassContext, roles: Roles, with_padding: bool
+) -> Iterator[tuple[Trial, Sizes]]:
     reference = vocabulary["lightning_indexer"].reference
     shape = batch_shape(context.graph, context.phase == DECODE, cache=roles.cache)
     for batch in batches(shape, reach=roles.top_k):
@@ -254,7 +289,7 @@ def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]
                     _rule(batch, values),
                     given,
                     [expected],
-                    real_rows(batch),
+                    None if with_padding else real_rows(batch),
                     suspects=drawn.suspects,
                 ),
                 sizes,
