@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -351,7 +351,7 @@ class Engine:
         prompt = np.asarray(prompt_ids)
         if prompt.size == 0:
             raise RunError("the prompt is empty", "give at least one token")
-        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+        if prompt.ndim != 1 or not _holds_integers(prompt):
             raise RunError(
                 f"a prompt is a list of integers, not {prompt.dtype} of shape {list(prompt.shape)}",
                 "give token ids",
@@ -386,6 +386,13 @@ class Engine:
                 f"ask for at most {room} new tokens, or load with a larger max_context",
             )
         return new
+
+
+def _holds_integers(values: npt.NDArray[Any]) -> bool:
+    """Whether an array holds integers; numpy keeps those past 64 bits as objects."""
+    if values.dtype.kind == "O":
+        return all(isinstance(value, int) for value in values)
+    return values.dtype.kind in "iu"
 
 
 def _positive(name: str, value: int) -> int:

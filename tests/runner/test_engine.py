@@ -154,6 +154,7 @@ def test_a_full_context_still_gives_a_token(engine: Engine, toy: Toy) -> None:
         ([1, 31], {}, "token 31 at position 1 is not within 0..30"),
         ([-1], {}, "token -1 at position 0"),
         ([2**40], {}, "not within"),
+        ([1, 10**23], {}, "at position 1 is not within"),
         ([1.5], {}, "list of integers"),
         (["a"], {}, "list of integers"),
         ([[1, 2]], {}, "list of integers"),
