@@ -31,7 +31,7 @@ def load(
 
     Args:
         path: the artifact's folder.
-        threads: threads for one operator; None lets onnxruntime choose.
+        threads: threads for one operator, at most one a processor; None lets onnxruntime choose.
         weights_dir: the checkpoint's folder, for weights compiled with ``reference``, when it is no
             longer where it was.
         verify: "fast" hashes all but large weights, "full" everything.

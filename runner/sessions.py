@@ -14,6 +14,7 @@ What onnxruntime 1.32 really does, measured (weights of 256 MB, resident memory 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -47,7 +48,7 @@ class SessionSettings:
     """How sessions are made.
 
     Attributes:
-        threads: threads of one operator; None lets onnxruntime choose.
+        threads: most threads of one operator; None lets onnxruntime choose.
         prepack: let onnxruntime keep packed copies of weights.
         native: register the kernel library.
     """
@@ -268,7 +269,8 @@ def _options(phase: str, settings: SessionSettings) -> Any:
     # Allocation plans are kept for every set of shapes ever seen; prefill sees no end of them.
     options.enable_mem_pattern = phase != "prefill"
     if settings.threads is not None:
-        options.intra_op_num_threads = settings.threads
+        # Threads past the processors only take turns; some thousands never finish a step.
+        options.intra_op_num_threads = min(settings.threads, os.cpu_count() or 1)
     if not settings.prepack:
         options.add_session_config_entry("session.disable_prepacking", "1")
     if settings.native:

@@ -32,7 +32,8 @@ def allocate_states(
     """
     if blocks * block_size > _MAX_CACHE_ROWS:
         raise RunError(
-            f"{blocks} blocks of {block_size} are more rows than int32 numbers", "use fewer blocks"
+            f"{blocks} blocks of {block_size} are more rows than int32 numbers",
+            "use fewer blocks or slots, or a shorter context",
         )
     arrays = {}
     for spec in specs:

@@ -337,3 +337,8 @@ def test_nothing_heavy_is_imported(toy_artifact: Path) -> None:
     assert "onnxruntime" not in early
     heavy = {"torch", "onnx", "onnxscript", "ml_dtypes", "safetensors", "tokenizers", "sympy"}
     assert not heavy & late
+
+
+def test_more_threads_than_processors_do_no_harm(open_engine: Callable[..., Engine]) -> None:
+    engine = open_engine(threads=100_000)
+    assert len(list(engine.generate(PROMPT, 2, stop_ids=()))) == 2
