@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -34,6 +35,13 @@ def debug_option(function: Function) -> Function:
 def quiet_option(function: Function) -> Function:
     """`--quiet`: no progress on stderr."""
     return click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")(function)
+
+
+def threads_option(function: Function) -> Function:
+    """`--threads`; more than there are cores would only wait for each other."""
+    kind = click.IntRange(1, os.cpu_count())
+    option = click.option("--threads", type=kind, metavar="N", help="[default: one a core]")
+    return option(function)
 
 
 class Progress:

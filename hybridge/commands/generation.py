@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -76,6 +77,16 @@ class Generation:
         if logits_file is not None:
             parts.append(f"logits of every position in {logits_file}")
         return "; ".join(parts)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written before the work for it is done.
+
+    Raises:
+        UsageError: its folder is not there or not writable, or it is a folder itself.
+    """
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path} cannot be written", "name a file in a folder that you may write")
 
 
 def write_logits(engine: Engine, generation: Generation, path: Path) -> None:

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hybridge.commands.console import debug_option, json_option, print_json, quiet_option
+from hybridge.commands.console import (
+    debug_option,
+    json_option,
+    print_json,
+    quiet_option,
+    threads_option,
+)
 
 if TYPE_CHECKING:
     from hybridge.runner.text import Text
@@ -76,7 +82,7 @@ artifact has a tokenizer, token ids where it has none. Tokens are chosen greedil
     metavar="N",
     help="Tokens of the prompt in one call.  [default: the artifact's]",
 )
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="[default: one a core]")
+@threads_option
 @click.option(
     "--weights-dir",
     type=click.Path(path_type=Path),
@@ -113,10 +119,12 @@ def run(
 ) -> None:
     """Run a prompt through an artifact. Needs neither torch nor the compiler."""
     from hybridge.artifacts.manifest import read_manifest
-    from hybridge.commands.generation import Generation, open_text, write_logits
+    from hybridge.commands.generation import Generation, check_writable, open_text, write_logits
     from hybridge.commands.prompt import read_prompt
     from hybridge.runner import SamplingOptions, load
 
+    if logits_file is not None:
+        check_writable(logits_file)
     has_tokenizer = read_manifest(artifact)[0].tokenizer is not None
     given = read_prompt(prompt, ids, ids_file, has_tokenizer=has_tokenizer)
     text = None

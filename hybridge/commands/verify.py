@@ -17,6 +17,7 @@ from hybridge.commands.console import (
     json_option,
     print_json,
     quiet_option,
+    threads_option,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ Exit code 7 when values differ by more than the tolerance.
     help="The checkpoint's folder.  [default: where it was when compiled]",
 )
 @click.option("--full", is_flag=True, help="Check the hash of every weight, however large.")
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="[default: one a core]")
+@threads_option
 @quiet_option
 @json_option
 @debug_option
