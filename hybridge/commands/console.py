@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import time
@@ -38,8 +37,8 @@ def quiet_option(function: Function) -> Function:
 
 
 def threads_option(function: Function) -> Function:
-    """`--threads`; more than there are cores would only wait for each other."""
-    kind = click.IntRange(1, os.cpu_count())
+    """`--threads`; the runner takes no more than there are cores."""
+    kind = click.IntRange(min=1)
     option = click.option("--threads", type=kind, metavar="N", help="[default: one a core]")
     return option(function)
 
