@@ -62,7 +62,11 @@ def console_part(part: str) -> tuple[str, str]:
 
 def run(step: Step, folder: Path) -> str:
     bin_folder = str(Path(sys.executable).parent)
-    environment = os.environ | {"PATH": bin_folder + os.pathsep + os.environ["PATH"]}
+    environment = os.environ | {
+        "PATH": bin_folder + os.pathsep + os.environ["PATH"],
+        # A page's Python may import torch before hybridge, which torch-npu would break.
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     process = subprocess.run(
         step.command,
         cwd=folder,
