@@ -30,6 +30,7 @@ class Emitted:
     config: ModelConfig
     model: HybridModel
     traced: dict[str, TracedPhase]
+    stored: dict[str, torch.dtype]
     graphs: dict[str, EmittedGraph]
 
 
@@ -59,7 +60,7 @@ def emit_model(config: ModelConfig, dtype: torch.dtype, *, passes: bool) -> Emit
         for name, parameter in model.named_parameters()
     }
     graphs = emit_onnx(traced, stored)
-    return Emitted(config, model, {phase.phase: phase for phase in traced}, graphs)
+    return Emitted(config, model, {phase.phase: phase for phase in traced}, stored, graphs)
 
 
 # Name -> preset, layers, weights' type, experts in MXFP4, whether the passes run.
