@@ -199,7 +199,7 @@ def _ends(read: CacheRead) -> list[Node]:
         if shape is None or is_integer(node):
             continue
         wide = [size for size in shape if not same_size(size, 1)]
-        narrow = [size for size in wide if isinstance(size, int) and size <= cache_shape[3]]
+        narrow = [size for size in shape if isinstance(size, int) and size <= cache_shape[3]]
         if 1 <= len(wide) <= 3 and narrow:
             found.append(node)
     return found

@@ -18,13 +18,14 @@ PROOFS: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_one_head_and_a_top_k_of_one_fuse(phase: Any) -> None:
+def test_one_head_a_top_k_and_a_latent_of_one_fuse(phase: Any) -> None:
     tiny = preset("kimi-k3.1-tiny")
     assert tiny.dsa is not None
     config = replace(
         tiny,
         num_layers=1,
         layer_kinds=("dsa",),
+        kv_lora_rank=1,
         num_heads=1,
         dsa=replace(tiny.dsa, num_heads=1, top_k=1),
     )
