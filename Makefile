@@ -30,7 +30,7 @@ demo: $(VENV)/installed ## make a small model, compile it, run it and verify it
 install: $(VENV)/installed-dev ## .venv with everything for working on hybridge
 
 test: lint ## the whole suite, after lint
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadgroup
+	$(BIN)/pytest -n $(TEST_WORKERS)
 
 lint: $(VENV)/installed-dev build/package ## ruff, mypy and clang-format, changing nothing
 	$(BIN)/ruff check .

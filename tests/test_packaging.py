@@ -19,8 +19,7 @@ import hybridge
 ROOT = Path(__file__).resolve().parents[1]
 PIP = ["-m", "pip", "--quiet", "--disable-pip-version-check"]
 
-# One worker builds and installs; the tests after it share the result.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("packaging")]
+pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path, cwd: Path) -> str:
