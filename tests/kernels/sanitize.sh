@@ -20,10 +20,11 @@ case $sanitizers in
 esac
 preload="$(g++ -print-file-name="$runtime") $(g++ -print-file-name=libstdc++.so)"
 
+# --capture=sys leaves file descriptor 2 alone, which is where a report goes.
 # Python leaves memory to the system at exit: leaks would be its own, not the kernels'.
 env LD_PRELOAD="$preload" \
   ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 \
   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
   TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1 \
   HYBRIDGE_KERNELS_LIBRARY="$PWD/$build/libhybridge_kernels.so" \
-  python -P -m pytest tests/kernels -q -p no:cacheprovider -p no:xdist
+  python -P -m pytest tests/kernels -q --capture=sys --dist=no -p no:cacheprovider
