@@ -44,7 +44,7 @@ format: $(VENV)/installed-dev ## let ruff and clang-format rewrite the sources
 	$(if $(FORMATTED_CXX),$(BIN)/clang-format -i $(FORMATTED_CXX))
 
 bench: $(VENV)/installed-dev ## time compiled graphs and print the table
-	$(BIN)/python benchmarks/run.py
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/run.py # both sides on every core
 
 soak: $(VENV)/installed-dev ## the property tests with many more examples than in `make test`
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -n $(TEST_WORKERS) -m hypothesis

@@ -86,18 +86,18 @@ def time_decode(engine: Engine, eager: EagerSession, tokens: list[int]) -> Row:
     return row(f"decode at {len(tokens)}", ours, {"eager": baseline})
 
 
-def prepare(name: str, folder: Path) -> tuple[Path, Path]:
+def prepare(name: str, folder: Path, activations: str) -> tuple[Path, Path]:
     """The checkpoint and artifact of a preset, made if they are not there."""
     checkpoint, artifact = folder / name / "checkpoint", folder / name / "artifact"
     if not checkpoint.exists():
         write_checkpoint(preset(name), checkpoint, progress=print)
-    compile_model(checkpoint, artifact, overwrite=True, progress=print)
+    compile_model(checkpoint, artifact, activations=activations, overwrite=True, progress=print)
     return checkpoint, artifact
 
 
-def measure(name: str, folder: Path) -> list[Row]:
+def measure(name: str, folder: Path, activations: str) -> list[Row]:
     """All rows for one preset."""
-    checkpoint, artifact = prepare(name, folder)
+    checkpoint, artifact = prepare(name, folder, activations)
     model = eager_model(Checkpoint.open(checkpoint), load_config(checkpoint))
     longest = max(*CONTEXTS, PREFILL_TOKENS) + REPEATS + 4
     generator = np.random.default_rng(0)
@@ -115,8 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="kimi-k3.1-demo")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench")
+    parser.add_argument("--activations", choices=("float32", "bfloat16"), default="float32")
     options = parser.parse_args()
-    rows = measure(options.preset, options.folder)
+    rows = measure(options.preset, options.folder, options.activations)
     cells = [
         (
             r["name"],
