@@ -27,7 +27,8 @@ def read_passes(artifact: Path) -> tuple[Manifest, PassRecords]:
 
 
 def artifact_document(artifact: Path, manifest: Manifest, passes: PassRecords) -> dict[str, Any]:
-    """The JSON of `inspect` and `compile`."""
+    """The JSON of `inspect` and `compile`; an Ascend artifact has its `ascend` section too."""
+    ascend = manifest.target_data.get("ascend")
     return {
         "artifact": str(artifact),
         "hybridge_version": manifest.hybridge_version,
@@ -44,6 +45,7 @@ def artifact_document(artifact: Path, manifest: Manifest, passes: PassRecords) -
         "golden": [case.name for case in manifest.golden],
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "passes": passes,
+        **({} if ascend is None else {"ascend": ascend}),
     }
 
 

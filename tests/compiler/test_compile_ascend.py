@@ -9,6 +9,7 @@ import pytest
 
 from hybridge.artifacts.artifact import open_artifact
 from hybridge.artifacts.errors import UsageError
+from hybridge.commands.report import artifact_document, read_passes
 from hybridge.compiler import compile_model
 from hybridge.compiler.targets.ascend.emit import AscendOptions
 from hybridge.compiler.targets.ascend.stand_in import find_wheel
@@ -38,6 +39,8 @@ def test_an_artifact_holds_graphs_plan_and_proof(config: Path, tmp_path: Path) -
     assert {state.kind for state in manifest.states} == {"latent", "indexer"}
     plan = json.loads((out / "graphs/decode_weights.json").read_text())
     assert all(each["reason"] for each in plan)
+    document = artifact_document(out, *read_passes(out))
+    assert document["ascend"] == manifest.target_data["ascend"]
 
 
 def test_weight_bytes_are_refused(config: Path, tmp_path: Path) -> None:
