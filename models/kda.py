@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from hybridge.models.batch import Batch, Packing
 from hybridge.models.config import ModelConfig
 from hybridge.models.layers import Linear, RmsNorm, weight
-
-L2_NORM_EPS = 1e-6
-
-
-def l2_normalise(x: Tensor) -> Tensor:
-    """x / sqrt(sum x^2 + 1e-6); the constant is the kernel's, inside the root."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+from hybridge.ops.kda import l2_normalise
 
 
 class KdaAttention(nn.Module):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hybridge.models.config import ModelConfig
+from hybridge.models.config import MXFP4_GROUP, ModelConfig
 from hybridge.models.layers import GatedMlp, Linear, RmsNorm, weight
-
-RENORMALISE_EPS = 1e-20
-MXFP4_GROUP = 32
+from hybridge.ops.moe import RENORMALISE_EPS
 
 
 class Router(nn.Module):
