@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from kda_moe_bench import THREADS, Kernel, Machine, Row, as_torch, bf16, i32, smallest_ms
 from torch.nn import functional
+
+from kda_moe_bench import THREADS, Kernel, Machine, Row, as_torch, bf16, i32, smallest_ms
 
 BLOCK = 64
 TOP_K = 512
