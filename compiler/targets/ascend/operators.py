@@ -2,7 +2,7 @@
 
 Schemas come from `npu_schemas.txt` (the wheel's own) and `own_operators.py`. Every operator that a
 lowering emits has a fake kernel here, so that graphs of them can be traced on any machine, and a
-CPU kernel from `npu_reference.py`, so that they can be run. Where the real torch_npu is loaded, its
+CPU kernel from `npu_reference`, so that they can be run. Where the real torch_npu is loaded, its
 operators are there already and are left alone.
 """
 

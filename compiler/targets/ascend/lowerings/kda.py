@@ -16,7 +16,7 @@ from hybridge.compiler.targets.ascend.lowerings.context import (
     sequence_of,
     where_continuing,
 )
-from hybridge.compiler.targets.ascend.npu_reference import L2_EPS
+from hybridge.compiler.targets.ascend.npu_reference.numbers import L2_EPS
 from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 
 CHUNK = 64
