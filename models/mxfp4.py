@@ -15,10 +15,9 @@ import torch
 
 from hybridge.artifacts.errors import CheckpointError
 from hybridge.models.config import MXFP4_GROUP
+from hybridge.ops.moe import E2M1_MAGNITUDES, decode_mxfp4
 
-MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGN: Final = 8
-_NAN_SCALE: Final = 255
 _LARGEST_SCALE: Final = 254
 _LARGEST_EXPONENT: Final = 2  # of E2M1: its largest value is 1.5 * 2 ** 2
 _MANTISSA_BITS: Final = 23
@@ -51,11 +50,7 @@ def decode(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
             f"one scale for {MXFP4_GROUP} values, that is {MXFP4_GROUP // 2} bytes, along the last"
             " dimension",
         )
-    nibbles = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    table = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)])
-    groups = table[nibbles.long()].reshape(*scale.shape, MXFP4_GROUP)
-    values: torch.Tensor = (groups * _power_of_two(scale).unsqueeze(-1)).flatten(-2)
-    return values
+    return decode_mxfp4(packed, scale)
 
 
 def encode(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,18 +87,10 @@ def encode(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pairs[..., 0] | (pairs[..., 1] << 4), biased.to(torch.uint8)
 
 
-def _power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """2 ** (scale - 127) as float32, made from bits: 2 ** -127 is a subnormal, 255 is NaN."""
-    bits = scale.to(torch.int32) << _MANTISSA_BITS
-    bits = torch.where(scale == 0, torch.tensor(1 << (_MANTISSA_BITS - 1), dtype=torch.int32), bits)
-    nan = torch.tensor(0x7FC00000, dtype=torch.int32)
-    return torch.where(scale == _NAN_SCALE, nan, bits).view(torch.float32)
-
-
 def _nearest_magnitude(scaled: torch.Tensor) -> torch.Tensor:
     """Index of the nearest E2M1 magnitude; a tie goes to the even index; above 5 it is 6."""
     middles = torch.tensor(
-        [(low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES)],
+        [(low + high) / 2 for low, high in itertools.pairwise(E2M1_MAGNITUDES)],
         dtype=torch.float64,
     )
     below = torch.bucketize(scaled, middles, right=False)

@@ -12,8 +12,10 @@ from hybridge.ops.sequences import wide
 # Keeps the renormalisation finite when every chosen score underflows (MODELS.md 8.1).
 RENORMALISE_EPS = 1e-20
 
-# E2M1: bit 3 is the sign, the other three choose the magnitude (MODELS.md 11.2).
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: E2M1: bit 3 is the sign, the other three choose the magnitude (MODELS.md 11.2).
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: E8M0: the one scale that is no power of two (OCP MX v1.0, 5.4.1).
+E8M0_NAN = 255
 
 
 def route_reference(
@@ -94,16 +96,19 @@ def decode_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
     Args:
         packed: [..., K / 2] uint8; the low nibble is the even element.
-        scale: [..., K / 32] uint8, one an each 32 consecutive elements.
+        scale: [..., K / 32] uint8, one an each 32 consecutive elements; 255 is NaN.
 
     Returns:
-        [..., K] fp32.
+        [..., K] fp32, exact but where 2^(scale - 127) * 6 leaves the range of fp32.
     """
     nibbles = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    table = torch.tensor([*E2M1_MAGNITUDES, *(-value for value in E2M1_MAGNITUDES)])
     values = table[nibbles.long()].unflatten(-1, (-1, 32))
-    exponent = scale.to(torch.int32) - 127
-    return torch.ldexp(values, exponent.unsqueeze(-1)).flatten(-2)
+    # Through fp64: 2^-127 is subnormal in fp32, where exp2 may flush it.
+    power = torch.exp2(scale.to(torch.float64) - 127.0).to(torch.float32)
+    power = power.masked_fill(scale == E8M0_NAN, float("nan"))
+    decoded: Tensor = (values * power.unsqueeze(-1)).flatten(-2)
+    return decoded
 
 
 def experts_mxfp4_reference(

@@ -11,9 +11,11 @@ constexpr std::int64_t kScaleBlock = 32;  // elements that share a scale
 constexpr float kE2m1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                              -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
-// 2^(s - 127). s = 0 is the subnormal 2^-127, which the exponent field alone cannot say.
+// 2^(s - 127), an E8M0 number (OCP MX v1.0, 5.4.1): s = 0 is the subnormal 2^-127, which the
+// exponent field alone cannot say, and s = 255 is NaN, where the field alone says infinity.
 inline float mx_scale(std::uint8_t s) {
-  return float_from_bits(s == 0 ? 0x00400000u : static_cast<std::uint32_t>(s) << 23);
+  if (s == 0 || s == 255) return float_from_bits(s == 0 ? 0x00400000u : 0x7fc00000u);
+  return float_from_bits(static_cast<std::uint32_t>(s) << 23);
 }
 
 // kWidth words of eight nibbles each.
@@ -37,7 +39,9 @@ inline Lanes mx_word_scales(const std::uint8_t* scales) {
   const __m128i spread = _mm_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
   const __m128i bytes = _mm_shuffle_epi8(_mm_cvtsi32_si128(four), spread);
   const __m512i exponent = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
-  return {_mm512_castsi512_ps(_mm512_max_epu32(exponent, _mm512_set1_epi32(0x00400000)))};
+  const __m512i finite = _mm512_max_epu32(exponent, _mm512_set1_epi32(0x00400000));
+  const __mmask16 nan = _mm512_cmpeq_epi32_mask(finite, _mm512_set1_epi32(0x7f800000));
+  return {_mm512_castsi512_ps(_mm512_mask_set1_epi32(finite, nan, 0x7fc00000))};
 }
 
 #elif defined(__AVX2__)

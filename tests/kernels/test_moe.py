@@ -249,6 +249,25 @@ def test_mxfp4_subnormal_scales(level, rng, tokens):
     assert output.any()
 
 
+@pytest.mark.parametrize("code", [0x00, 0x22])
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("width", [64, 256])
+def test_mxfp4_scale_255_is_nan(level, rng, tokens, width, code):
+    """Whatever the code, and where all products are positive and would sum to infinity."""
+    arrays = draw_packed(rng, tokens, latent=width)
+    arrays["x"] = np.abs(arrays["x"])
+    arrays["gate_up_packed"][:] = 0x22
+    arrays["expert_ids"][0] = [0, 1, 2]
+    arrays["expert_weights"] = np.abs(arrays["expert_weights"])
+    arrays["down_scale"][0, 3] = 255
+    arrays["down_packed"][0, 3] = code
+    (output,) = run("MoeExpertsMxfp4", arrays, {"output": np.float32}, **SITU)
+    chosen = (arrays["expert_ids"] == 0).any(1)
+    assert np.isnan(output[chosen, 3]).all()
+    assert np.isfinite(output[~chosen]).all()
+    assert np.isfinite(np.delete(output, 3, axis=1)).all()
+
+
 def test_mxfp4_zero_weights(level, rng):
     arrays = draw_packed(rng, 9)
     arrays["gate_up_packed"][:] = 0x80  # +0 and -0

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridge.artifacts.errors import CheckpointError
-from hybridge.models.mxfp4 import MAGNITUDES, decode, encode
+from hybridge.models.mxfp4 import decode, encode
+from hybridge.ops.moe import E2M1_MAGNITUDES, decode_mxfp4
 
 
 def packed_row(*nibbles: int) -> torch.Tensor:
@@ -50,8 +51,17 @@ def test_scale_254_overflows_only_where_float32_does():
     assert values == [1.5 * 2.0**127, math.inf, math.inf]
 
 
-def test_scale_255_is_nan():
-    assert decode(packed_row(2), scales(255)).isnan().all()
+@pytest.mark.parametrize("expand", [decode, decode_mxfp4])
+def test_scale_255_is_nan_for_every_code(expand):
+    assert expand(packed_row(*range(16)), scales(255)).isnan().all()
+
+
+def test_the_ops_and_the_checkpoints_decoding_are_one():
+    every = torch.cat([packed_row(*range(16))] * 256, dim=-1)
+    scale = scales(*range(256))
+    torch.testing.assert_close(
+        decode(every, scale), decode_mxfp4(every, scale), rtol=0, atol=0, equal_nan=True
+    )
 
 
 def test_each_group_has_its_own_scale():
@@ -143,7 +153,7 @@ def test_dimensions_are_kept():
     packed, scale = encode(values)
     assert (packed.shape, scale.shape) == ((2, 3, 32), (2, 3, 2))
     assert decode(packed, scale).shape == values.shape
-    assert len(MAGNITUDES) == 8
+    assert len(E2M1_MAGNITUDES) == 8
 
 
 def test_refusals():

@@ -199,7 +199,7 @@ def _experts(
     return Case("moe_experts", args, attributes)
 
 
-def _experts_mxfp4(random: torch.Generator, tokens: int) -> Case:
+def _experts_mxfp4(random: torch.Generator, tokens: int, nan_scale: bool = False) -> Case:
     experts, top_k, width, inner = 5, 2, 64, 32
 
     def codes(low: int, high: int, *shape: int) -> Tensor:
@@ -214,6 +214,8 @@ def _experts_mxfp4(random: torch.Generator, tokens: int) -> Case:
         codes(0, 256, experts, width, inner // 2),
         codes(0, 130, experts, width, inner // 32),
     )
+    if nan_scale:
+        args[-1][0, 3] = 255
     attributes = {"activation": "situ", "beta": 4.0, "linear_beta": 25.0}
     return Case("moe_experts_mxfp4", args, attributes)
 
@@ -310,6 +312,7 @@ def all_cases() -> dict[str, Case]:
         "experts-silu-bf16": _experts(random, 7, "silu", None, True),
         "experts-one-token": _experts(random, 1, "situ", 25.0, False),
         "experts-mxfp4": _experts_mxfp4(random, 6),
+        "experts-mxfp4-nan": _experts_mxfp4(random, 6, nan_scale=True),
     }
 
 

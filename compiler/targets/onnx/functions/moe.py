@@ -8,10 +8,10 @@ import numpy as np
 
 from hybridge.compiler.targets.onnx.functions.builder import Expression, loop, many, op
 from hybridge.compiler.targets.onnx.functions.elementwise import bounded_product, silu
-from hybridge.ops.moe import RENORMALISE_EPS
+from hybridge.ops.moe import E2M1_MAGNITUDES, E8M0_NAN, RENORMALISE_EPS
 
 # The magnitudes of E2M1 with bit 3 as the sign (spec/MODELS.md 11.2).
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_E2M1 = np.array([*E2M1_MAGNITUDES, *(-value for value in E2M1_MAGNITUDES)], np.float32)
 
 
 def moe_route(
@@ -119,5 +119,6 @@ def _decode_mxfp4(packed: Expression, scale: Expression) -> Expression:
     high = op.BitShift(packed, np.array(4, np.uint8), direction="RIGHT")
     codes = op.Concat(low.unsqueeze(-1), high.unsqueeze(-1), axis=-1).int32()
     values = op.Gather(_E2M1, codes).reshape(packed.dim(0), -1, 32)
-    factor = op.Pow(2.0, scale.fp32() - 127.0)
+    power = op.Pow(2.0, scale.fp32() - 127.0)
+    factor = op.Where(op.Equal(scale.fp32(), float(E8M0_NAN)), float("nan"), power)
     return (values * factor.unsqueeze(-1)).reshape(packed.dim(0), -1)
