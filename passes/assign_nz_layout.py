@@ -5,8 +5,9 @@
 
 Works on a lowered graph (aten and npu operators). Nothing in the graph changes; the result is a
 plan with one decision a weight. A weight stays ND with a reason, by the first rule that holds, in
-the order of `RULES`. A weight that an operator needs in NZ (MegaKDA's projections) breaks the
-compile if it cannot be.
+the order of `RULES`. What an operator takes in NZ only (`NEEDED`: the MLA prolog's weights, MegaKDA's
+projections, MXFP4 experts) is laid out on every SoC and in every mode; if it cannot be, the target
+stops the compile.
 
 Cases left alone on purpose: embeddings (gathered, not multiplied), the router (fp32), weights read
 through slices (an NZ block has no sub-matrix at an arbitrary offset).
@@ -29,9 +30,28 @@ FRACTAL_NZ, ND = "FRACTAL_NZ", "ND"
 # MATMUL_MAX_AXIS of cann-recipes-infer: a longer axis of a matrix cannot be NZ.
 MAX_AXIS = 65535
 BLOCK_ROWS, BLOCK_BYTES = 16, 32
+# C0 follows the rows' dtype: 32 elements beside MXFP8 rows, which are 16 bytes of MXFP4.
+MXFP4_BLOCK_BYTES = 16
 
-_RECIPES = "cann-recipes-infer executor/utils, weight preparation"
+_RECIPES = "cann-recipes-infer module/linear.py, module/fuse_moe_gmm.py"
+_RECIPES_950 = (
+    "cann-recipes-infer kimi_k3/README.md (enable_weight_nz: False), glm_5_2/runner_glm.py (950: only "
+    "q_a, q_b, kv_a), deepseek_v4/models/modeling_deepseek.py"
+)
+_MXFP4 = (
+    "cann-recipes-infer module/quantization/mxfp4.py: npu_format_cast(w, 29, customize_dtype=e4m3) "
+    "whatever the switch; hicann/ops-math npu_format_cast: C0 by the additional dtype"
+)
+_PROLOG = "hicann/ops-transformer aclnnMlaPrologV3WeightNz.md: these three in FRACTAL_NZ"
+_MEGA = "cannbot_dsl mega_recurrent_kda README: FRACTAL_NZ allocation roots, no views"
 _VLLM = "vllm-ascend utils.py _should_trans_nz"
+
+
+# Operator -> places of the weights that it takes in NZ only, and who says so.
+NEEDED: dict[str, tuple[tuple[int, ...], str]] = {
+    "npu_mla_prolog_v3": ((1, 2, 4), _PROLOG),
+    "mega_recurrent_kda": ((1, 2, 3, 4, 5, 7), _MEGA),
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,8 @@ class WeightUse:
         packed: bits of an element where several share a byte, else 0.
         group: elements that share a scale, 0 for none.
         per_tensor_scale: whether one scale serves the whole weight.
+        mx: whether the packed elements are MXFP4 floats, not integers.
+        needed_by: the operator that takes it in NZ only, or "".
     """
 
     name: str
@@ -59,6 +81,13 @@ class WeightUse:
     packed: int = 0
     group: int = 0
     per_tensor_scale: bool = False
+    mx: bool = False
+    needed_by: str = ""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a row of one NZ block."""
+        return MXFP4_BLOCK_BYTES if self.mx else BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -68,12 +97,10 @@ class NzPolicy:
     Attributes:
         mode: "off", "quantised" (only quantised weights), or "all".
         only_where_needed: keep ND unless an operator needs NZ (Ascend 950).
-        needed: inputs that an operator needs in NZ, whole, as their own allocation.
     """
 
     mode: str = "all"
     only_where_needed: bool = False
-    needed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -142,7 +169,7 @@ RULES: tuple[Rule, ...] = (
         "4-bit group",
         lambda u, _: (
             f"4-bit elements with a group of {u.group}"
-            if u.packed == 4 and u.group not in (64, 128)
+            if u.packed == 4 and not u.mx and u.group not in (64, 128)
             else None
         ),
         "requantise with groups of 64 or 128",
@@ -168,7 +195,7 @@ RULES: tuple[Rule, ...] = (
         "compile with --nz all",
         _VLLM,
     ),
-    Rule("not needed", _not_needed, "compile with --nz all", f"{_RECIPES}: NZ off on 950"),
+    Rule("not needed", _not_needed, "compile with --nz all", _RECIPES_950),
 )
 
 
@@ -191,6 +218,17 @@ class Layout:
     rule: str
     reason: str
     source: str = ""
+
+
+def broken_needs(plan: Iterable[Layout], uses: Iterable[WeightUse]) -> list[str]:
+    """What an operator takes in NZ only and cannot have: one sentence each."""
+    needed = {use.name: use.needed_by for use in uses if use.needed_by}
+    return [
+        f"{layout.name}: {needed[layout.name]} takes it in {FRACTAL_NZ} only, but {layout.reason} "
+        f"({layout.rule})"
+        for layout in plan
+        if layout.layout == ND and layout.name in needed
+    ]
 
 
 class AssignNzLayout:
@@ -224,7 +262,7 @@ def _remedy(rule: str) -> str:
 def decide(use: WeightUse, policy: NzPolicy) -> Layout:
     """The layout of one weight by the first rule that speaks against NZ."""
     for rule in RULES:
-        if use.name in policy.needed and rule.name in ("not needed", "mode"):
+        if use.needed_by and rule.name in ("not needed", "mode"):
             continue
         reason = rule.reason(use, policy)
         if reason is not None:
@@ -233,19 +271,23 @@ def decide(use: WeightUse, policy: NzPolicy) -> Layout:
             for length in use.shape:
                 total *= length
             return Layout(use.name, ND, use.shape, use.shape, total, rule.name, reason, rule.source)
-    stored = stored_shape(use.shape, _itemsize(use.dtype))
+    stored = stored_shape(use.shape, _itemsize(use.dtype), use.block_bytes)
     total = _itemsize(use.dtype)
     for length in stored:
         total *= length
-    why = "needed by its operator" if use.name in policy.needed else "multiplied by a matrix"
-    return Layout(
-        use.name, FRACTAL_NZ, use.shape, stored, total, why, f"read by {', '.join(use.operators)}"
-    )
+    why, source = "multiplied by a matrix", _RECIPES
+    if use.needed_by:
+        why = "needed by its operator"
+        source = _MXFP4 if use.mx else NEEDED[use.needed_by][1]
+    reason = f"read by {', '.join(use.operators)}"
+    return Layout(use.name, FRACTAL_NZ, use.shape, stored, total, why, reason, source)
 
 
-def stored_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """[..., columns / C0, rows / 16, 16, C0] of a matrix [..., rows, columns], C0 = 32 bytes."""
-    columns = BLOCK_BYTES // itemsize
+def stored_shape(
+    shape: tuple[int, ...], itemsize: int, block_bytes: int = BLOCK_BYTES
+) -> tuple[int, ...]:
+    """[..., columns / C0, rows / 16, 16, C0] of a matrix [..., rows, columns], C0 = block_bytes."""
+    columns = block_bytes // itemsize
     *stack, rows, width = shape
     return (*stack, -(-width // columns), -(-rows // BLOCK_ROWS), BLOCK_ROWS, columns)
 
@@ -289,8 +331,11 @@ def weight_uses(
 
 def _use(node: Node, group: int) -> WeightUse:
     readers, view = _readers(node)
-    names = tuple(dict.fromkeys(op_name(reader).split("::")[-1] for reader, _ in readers))
+    names = tuple(dict.fromkeys(_short(reader) for reader, _ in readers))
     value = node.meta["val"]
+    mx = bool(group) and "npu_grouped_matmul" in names
+    needing = [_short(r) for r, operand in readers if _takes_nz_only(r, operand)]
+    needing += ["npu_grouped_matmul"] if mx else []
     return WeightUse(
         name=node.name,
         shape=tuple(int(size) for size in value.shape),
@@ -300,12 +345,23 @@ def _use(node: Node, group: int) -> WeightUse:
         as_matrix=bool(readers) and all(_multiplies(r, operand) for r, operand in readers),
         packed=4 if group else 0,
         group=group,
+        mx=mx,
+        needed_by=needing[0] if needing else "",
     )
+
+
+def _short(node: Node) -> str:
+    return op_name(node).split("::")[-1]
+
+
+def _takes_nz_only(reader: Node, operand: Node) -> bool:
+    places, _ = NEEDED.get(_short(reader), ((), ""))
+    return any(reader.args[place] is operand for place in places)
 
 
 def _multiplies(reader: Node, operand: Node) -> bool:
     name = op_name(reader)
-    if name == "aten::bmm":
+    if name == "aten::bmm" or _takes_nz_only(reader, operand):
         return True
     place = _MATMULS.get(name)
     if place is None or place >= len(reader.args):

@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from hybridge.compiler.targets.ascend.operators import define_operators
 from hybridge.passes.assign_nz_layout import (
     AssignNzLayout,
     NzPolicy,
     WeightUse,
+    broken_needs,
     decide,
     weight_uses,
 )
@@ -70,11 +72,26 @@ def test_modes_and_a_soc_that_keeps_nd():
     assert decide(use(64, 64), NzPolicy(only_where_needed=True)).rule == "not needed"
 
 
-def test_an_allocation_root_that_an_operator_needs_is_laid_out_whatever_the_mode():
-    policy = NzPolicy(mode="off", only_where_needed=True, needed=frozenset({"w"}))
-    assert decide(use(768, 7168), policy).layout == "FRACTAL_NZ"
-    # ... and what cannot be is still told, so that the compile can stop.
-    assert decide(use(768, 7168, through_view="slice"), policy).rule == "view"
+def test_what_an_operator_takes_in_nz_only_is_laid_out_whatever_the_mode():
+    policy = NzPolicy(mode="off", only_where_needed=True)
+    needed = use(768, 7168, needed_by="mega_recurrent_kda")
+    layout = decide(needed, policy)
+    assert (layout.layout, layout.rule) == ("FRACTAL_NZ", "needed by its operator")
+    assert "allocation roots" in layout.source
+    # ... and what cannot be is told, so that the compile can stop.
+    sliced = use(768, 7168, needed_by="mega_recurrent_kda", through_view="slice (slice_1)")
+    assert decide(sliced, policy).rule == "view"
+    (problem,) = broken_needs([decide(sliced, policy)], [sliced])
+    assert "w: mega_recurrent_kda takes it in FRACTAL_NZ only, but read through slice" in problem
+    assert broken_needs([layout], [needed]) == []
+
+
+def test_mxfp4_experts_are_laid_out_in_blocks_of_32_elements():
+    mx = use(8, 64, 96, dtype="uint8", packed=4, group=32, mx=True, needed_by="npu_grouped_matmul")
+    layout = decide(mx, NzPolicy(only_where_needed=True))
+    assert layout.layout == "FRACTAL_NZ"
+    assert layout.stored == (8, 6, 4, 16, 16)  # 16 bytes, which are 32 elements of 4 bits
+    assert "mxfp4.py" in layout.source
 
 
 def graph_of(function, *inputs):
@@ -112,3 +129,40 @@ def test_uses_are_read_from_the_graph():
     assert len(result.matches) == 1
     assert len(result.refusals) == 3
     assert all(refusal.remedy for refusal in result.refusals)
+
+
+def test_weights_that_operators_take_in_nz_only_are_found_in_the_graph():
+    define_operators()
+    bf16 = torch.bfloat16
+
+    def function(x, dq, uq, uk, dkv, cq, ckv, angle, kv, kr, where, packed, scale, counts):
+        query, *_ = torch.ops.npu.npu_mla_prolog_v3(
+            *(x, dq, uq, uk, dkv, cq, ckv, angle, angle, kv, kr), cache_index=where
+        )
+        rows, row_scale = torch.ops.npu.npu_dynamic_mx_quant(x, dst_type=292)
+        mixed = torch.ops.npu.npu_grouped_matmul(
+            [rows],
+            [packed.transpose(1, 2)],
+            antiquant_scale=[scale],
+            per_token_scale=[row_scale],
+            group_list=counts,
+        )
+        return query, mixed[0]
+
+    def empty(*shape, dtype=bf16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    rows, byte = 4, torch.uint8
+    gm = make_fx(function)(
+        *(empty(rows, 64), empty(64, 32), empty(32, 48), empty(2, 16, 32), empty(64, 40)),
+        *(empty(32), empty(32), empty(rows, 8), empty(2, 16, 1, 32), empty(2, 16, 1, 8)),
+        *(empty(rows, dtype=torch.int64), empty(2, 96, 32, dtype=byte)),
+        *(empty(2, 1, 96, 2, dtype=byte), empty(2, dtype=torch.int64)),
+    )
+    names = [node.name for node in gm.graph.nodes if node.op == "placeholder"]
+    weights = [names[place] for place in (1, 2, 3, 4, 11)]
+    uses = weight_uses(gm.graph, weights, {names[11]: 32})
+    prolog, experts = "npu_mla_prolog_v3", "npu_grouped_matmul"
+    assert [each.needed_by for each in uses] == [prolog, prolog, "", prolog, experts]
+    _, plan = AssignNzLayout().run(uses, NzPolicy(only_where_needed=True))
+    assert [layout.layout for layout in plan] == [*["FRACTAL_NZ"] * 2, "ND", *["FRACTAL_NZ"] * 2]

@@ -170,12 +170,16 @@ _GATE = "op-plugin torch_npu-npu_moe_gating_top_k.md"
 _ROUTING = "op-plugin torch_npu-npu_moe_init_routing_v2.md"
 _GMM = "op-plugin torch_npu-npu_grouped_matmul.md"
 _GMM_FP4 = "torchair 2.13.0 ge_converter/custom/grouped_matmul.py"
+_PROLOG = (
+    "github.com/hicann/ops-transformer attention/mla_prolog_v3/docs/aclnnMlaPrologV3WeightNz.md"
+)
 _MEGA = "cannbot_dsl mega_recurrent_kda README"
 
 _BLOCK = Range(16, 1024, 16)
 _ON_A3, _ON_950 = frozenset({A3}), frozenset({ASCEND_950})
 _HEADS = OneOf((1, 2, 4, 8, 16, 32, 64, 128))
 _OTHER_MODEL = "the model's shape has no operator here; compile for the CPU, or another checkpoint"
+_PARTS = "none needed: its parts stay operators of their own"
 _OTHER_BLOCK = "choose another --block-size"
 
 RULES: tuple[Rule, ...] = (
@@ -226,6 +230,19 @@ RULES: tuple[Rule, ...] = (
         "pad the heads with zero queries, or split them over devices",
     ),
     Rule("FusedInferAttentionScore", "block size", Range(16, 512, 16), _FIA, _OTHER_BLOCK),
+    Rule(
+        "MlaPrologV3",
+        "hidden size",
+        OneOf((1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)),
+        _PROLOG,
+        _PARTS,
+    ),
+    Rule("MlaPrologV3", "query rank", OneOf((1536, 2048)), _PROLOG, _PARTS),
+    Rule("MlaPrologV3", "query heads", _HEADS, _PROLOG, _PARTS),
+    Rule("MlaPrologV3", "latent dimension", OneOf((512,)), _PROLOG, _PARTS),
+    Rule("MlaPrologV3", "plain dimension", OneOf((128, 192)), _PROLOG, _PARTS),
+    Rule("MlaPrologV3", "rope dimension", OneOf((64,)), _PROLOG, _PARTS),
+    Rule("MlaPrologV3", "block size", _BLOCK, _PROLOG, _OTHER_BLOCK),
     Rule("RecurrentGatedDeltaRule", "heads", Range(1, 256), _RGDR, "split the heads over devices"),
     Rule("RecurrentGatedDeltaRule", "key dimension", Range(1, 256), _RGDR, _OTHER_MODEL),
     Rule("RecurrentGatedDeltaRule", "value dimension", Range(1, 256), _RGDR, _OTHER_MODEL),

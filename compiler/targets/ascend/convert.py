@@ -12,6 +12,7 @@ import importlib
 import inspect
 import io
 import logging
+import operator
 import sys
 import warnings
 from collections import Counter
@@ -28,6 +29,7 @@ from hybridge.compiler.targets.ascend import stand_in
 from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.operators import define_operators
 from hybridge.compiler.targets.ascend.own_converters import definitions, register_own_converters
+from hybridge.ir.effects import op_name
 from hybridge.ir.schedule import MAIN_STREAM
 from hybridge.ir.schedule_ops import RECORD, SUPER_KERNEL, WAIT, stream_of
 
@@ -136,7 +138,7 @@ def unconvertible(graph_module: fx.GraphModule) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for node in graph_module.graph.nodes:
         overload = isinstance(node.target, torch._ops.OpOverload)
-        overload = overload and node.target not in (RECORD, WAIT)
+        overload = overload and node.target not in (RECORD, WAIT) and op_name(node) not in _TWINS
         if node.op == "call_function" and overload and not _has_converter(node.target):
             found.setdefault(str(node.target), []).append(node.name)
     return found
@@ -159,8 +161,40 @@ def _on_device(graph_module: fx.GraphModule) -> fx.GraphModule:
             node.kwargs = {**node.kwargs, "device": torch.device(DEVICE)}
         if node.op == "output" and isinstance(node.args[0], fx.Node):
             node.args = ((node.args[0],),)
+    read_what_is_written(graph)
     _write_streams(graph)
     return fx.GraphModule(graph_module, graph)
+
+
+# Operator that writes arguments and returns none of them -> how many values its functional twin
+# returns before them, and the places of the arguments.
+_TWINS = {"npu::npu_mla_prolog_v3": (5, (9, 10))}
+
+
+def read_what_is_written(graph: fx.Graph) -> None:
+    """Give readers of a written input the writer's result: GE orders by data and nothing else."""
+    for node in list(graph.nodes):
+        if op_name(node) not in _TWINS:
+            continue
+        returned, places = _TWINS[op_name(node)]
+        twin = op_name(node).removeprefix("npu::") + "_functional"
+        node.target = getattr(torch.ops.npu, twin).default
+        later = set(_after(node))
+        for i, place in enumerate(places):
+            cache = node.args[place]
+            with graph.inserting_after(node):
+                written = graph.call_function(operator.getitem, (node, returned + i))
+            written.meta = {**node.meta, "val": cache.meta["val"]}
+            for user in list(cache.users):
+                if user in later:
+                    user.replace_input_with(cache, written)
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    at = node.next
+    while at.op != "root":
+        yield at
+        at = at.next
 
 
 def _write_streams(graph: fx.Graph) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +32,8 @@ from hybridge.passes.assign_nz_layout import (
     AssignNzLayout,
     Layout,
     NzPolicy,
+    WeightUse,
+    broken_needs,
     weight_uses,
 )
 from hybridge.passes.assign_streams import AssignStreams, Choice, explain, kinds
@@ -200,7 +202,8 @@ def _emit_phase(
     policy = nz_policy(options)
     uses = weight_uses(gm.graph, [w.name for w in lowered.weights], _groups(lowered))
     laid, layouts = step("assign_nz_layout", lambda: AssignNzLayout().run(uses, policy))
-    results, choices, scopes = [laid], (), ()
+    _needs_are_met(layouts, uses)
+    results, choices, scopes = [*lowered.results, laid], (), ()
     if options.streams:
         placed, choices = step(
             "assign_streams", lambda: AssignStreams().run(gm, soc.machine, phase)
@@ -220,6 +223,15 @@ def _emit_phase(
     return EmittedPhase(
         lowered, layouts, choices, scopes, schedule, proof, graph, tuple(results), seconds
     )
+
+
+def _needs_are_met(layouts: Sequence[Layout], uses: Sequence[WeightUse]) -> None:
+    problems = broken_needs(layouts, uses)
+    if problems:
+        raise CompileError(
+            "assign_nz_layout: " + "\n  ".join(problems),
+            "give the operator a weight of its own, in a dtype that has FRACTAL_NZ",
+        )
 
 
 def nz_policy(options: AscendOptions) -> NzPolicy:
@@ -360,6 +372,7 @@ def _target_data(emitted: Mapping[str, EmittedPhase], options: AscendOptions) ->
         "super_kernel_scopes": total("super_kernel_scopes"),
         "nz_weights": total("nz_weights"),
         "nd_weights": total("nd_weights"),
+        "nz_share": round(_nz_share(emitted.values()), 4),
         "schedule_proved": all(each["schedule_proved"] for each in phases.values()),
         "phases": phases,
         "state_layout": _state_layout(next(iter(emitted.values()))),
@@ -400,6 +413,13 @@ def _phase_data(emitted: EmittedPhase) -> dict[str, Any]:
         "schedule_proved": proof.proved,
         "ordered_pairs": proof.pairs,
     }
+
+
+def _nz_share(phases: Iterable[EmittedPhase]) -> float:
+    """The part of all weights' bytes that lies in FRACTAL_NZ; a weight of two phases counts once."""
+    plan = {layout.name: layout for each in phases for layout in each.layouts}
+    nz = sum(layout.bytes for layout in plan.values() if layout.layout == FRACTAL_NZ)
+    return nz / max(1, sum(layout.bytes for layout in plan.values()))
 
 
 def _counted(found: Sequence[str]) -> dict[str, int]:

@@ -22,14 +22,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hybridge.artifacts.errors import CompileError, UsageError
+from hybridge.compiler.targets.ascend.choose_prologs import Prologs, choose_prologs
 from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.device_state import DeviceCache
 from hybridge.compiler.targets.ascend.lowerings import attention, attn_res, elementwise, kda, moe
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket, Context, PagedLatent
+from hybridge.compiler.targets.ascend.lowerings.mla_prolog import lower_mla_prolog
 from hybridge.compiler.targets.ascend.operators import define_operators
 from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 from hybridge.compiler.targets.ascend.prepared_weights import PreparedWeight, prepare_weights
+from hybridge.compiler.targets.ascend.prolog_sites import PrologSite
 from hybridge.ir.effects import is_assertion
+from hybridge.ir.pass_base import PassResult
 from hybridge.ir.signature import METADATA, weight_name
 from hybridge.models.caches import CacheShape
 from hybridge.ops.registry import find
@@ -75,6 +79,7 @@ class Lowered:
         caches: how each cache lies on the device, in order of the inputs.
         weights: what each weight input is and how its bytes come from the checkpoint's.
         sites: vocabulary op -> what each of its sites became, in order.
+        results: of the fusions that only this target has.
     """
 
     graph_module: fx.GraphModule
@@ -85,6 +90,7 @@ class Lowered:
     caches: tuple[DeviceCache, ...]
     weights: tuple[PreparedWeight, ...]
     sites: Mapping[str, tuple[str, ...]]
+    results: tuple[PassResult, ...] = ()
 
 
 def lower(
@@ -121,9 +127,10 @@ def lower(
             "give decode buckets as a number of sequences",
         )
     define_operators()
-    plan = _plan_inputs(graph_module, soc, bucket, caches, latent_width, dtype)
+    prologs = choose_prologs(graph_module, soc, bucket)
+    plan = _plan_inputs(graph_module, soc, bucket, caches, latent_width, dtype, prologs)
     context = Context(soc, dtype, bucket)
-    traced = _trace(graph_module, plan, context)
+    traced = _trace(graph_module, plan, context, prologs)
     _report(context)
     weights = prepare_weights(traced, plan.weights)
     return Lowered(
@@ -135,6 +142,7 @@ def lower(
         plan.caches,
         weights,
         {name: tuple(found) for name, found in context.sites.items()},
+        (prologs.result,),
     )
 
 
@@ -191,6 +199,7 @@ def _plan_inputs(
     caches: Sequence[CacheShape],
     latent_width: int,
     dtype: torch.dtype,
+    prologs: Prologs,
 ) -> _Plan:
     decoded = {} if soc == ASCEND_950 else _decoded_experts(gm)
     names = _weight_names(gm)
@@ -208,11 +217,20 @@ def _plan_inputs(
             continue
         kept = value.dtype if value.ndim < 2 or not value.is_floating_point() else dtype
         weights.append(PreparedWeight(names[node], source, shape, kept))
+    for site in prologs.sites:
+        shape = tuple(map(int, site.key_up.meta["val"].shape))
+        source = str(weight_name(site.key_up))
+        weights.append(PreparedWeight(_key_up_name(names, site), source, shape, dtype))
     return _Plan(
         batch_inputs(bucket),
         device_caches(caches, bucket, latent_width, dtype),
         tuple(weights),
     )
+
+
+def _key_up_name(names: Mapping[fx.Node, str], site: PrologSite) -> str:
+    """The input of the part of a weight that a prolog reads; attention reads the whole."""
+    return f"{names[site.key_up]}_key_up"
 
 
 def _weight_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
@@ -235,7 +253,7 @@ def _decoded_experts(gm: fx.GraphModule) -> dict[fx.Node, str]:
     return found
 
 
-def _trace(gm: fx.GraphModule, plan: _Plan, context: Context) -> fx.GraphModule:
+def _trace(gm: fx.GraphModule, plan: _Plan, context: Context, prologs: Prologs) -> fx.GraphModule:
     """Run the fused graph on fake tensors and keep what it calls."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         inputs = {each.name: torch.empty(each.shape, dtype=torch.int32) for each in plan.batch}
@@ -247,8 +265,10 @@ def _trace(gm: fx.GraphModule, plan: _Plan, context: Context) -> fx.GraphModule:
 
         def run(*values: Tensor) -> Any:
             given = _join_latents(dict(zip(names, values, strict=True)), plan.caches)
-            given |= {node.name: given[name] for node, name in _weight_names(gm).items()}
-            return _Runner(gm, context).run_with(given)
+            named = _weight_names(gm)
+            given |= {node.name: given[name] for node, name in named.items()}
+            keys = {site: given[_key_up_name(named, site)] for site in prologs.sites}
+            return _Runner(gm, context, keys).run_with(given)
 
         traced = make_fx(run, tracing_mode="real")(*inputs.values())
     for node, name in zip(_placeholders(traced), names, strict=True):
@@ -273,15 +293,19 @@ def _join_latents(values: dict[str, Any], caches: Sequence[DeviceCache]) -> dict
 class _Runner(fx.Interpreter):
     """Runs the fused graph, calling a lowering for each vocabulary op."""
 
-    def __init__(self, gm: fx.GraphModule, context: Context) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, context: Context, prologs: Mapping[PrologSite, Tensor]
+    ) -> None:
         super().__init__(gm, garbage_collect_values=False)
         self.context = context
         self.given: dict[str, Any] = {}
+        self.prologs = {site.members[0]: (site, key_up) for site, key_up in prologs.items()}
+        self.inside = {node for site in prologs for node in site.members}
+        self.emitted: dict[fx.Node, Any] = {}
 
     def run_with(self, given: dict[str, Any]) -> Any:
         """Run with input values by placeholder name."""
         self.given = given
-        self.context.values = self.env
         count = sum(node.op == "placeholder" for node in self.graph.nodes)
         return super().run(*([None] * count))
 
@@ -292,7 +316,20 @@ class _Runner(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """One node; assertions about sizes are of no use once sizes are static."""
         self.context.node = n
+        self.context.values = self.env  # `run` makes a new one
+        if n in self.inside:
+            return self._prolog(n)
         return None if is_assertion(n) else super().run_node(n)
+
+    def _prolog(self, n: fx.Node) -> Any:
+        """A member of a prolog: the first one emits the operator, others are what it returned."""
+        if n in self.prologs:
+            site, key_up = self.prologs[n]
+            latent = self.env[site.cache]
+            found = lower_mla_prolog(self.context, site, self.env.__getitem__, latent, key_up)
+            self.emitted.update(found)
+            self.env[site.cache] = found[site.cache]
+        return self.emitted.get(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """A vocabulary op by its lowering, anything else as it is."""

@@ -85,6 +85,32 @@ def _recurrent(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
     return torch.empty_like(value)
 
 
+def _mla_prolog(
+    x: Tensor,
+    _1: Tensor,
+    _2: Tensor,
+    weight_uk: Tensor,
+    _4: Tensor,
+    gamma: Tensor,
+    _6: Tensor,
+    rope_sin: Tensor,
+    *_: Any,
+    query_norm_flag: bool = False,
+    **__: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens, heads = x.shape[0], weight_uk.shape[0]
+    nothing = x.new_empty(0, dtype=torch.float32)
+    normed = x.new_empty((tokens, gamma.shape[0])) if query_norm_flag else x.new_empty(0)
+    query = x.new_empty((tokens, heads, weight_uk.shape[2]))
+    rope = x.new_empty((tokens, heads, rope_sin.shape[-1]))
+    return query, rope, nothing, normed, nothing.clone()
+
+
+def _mla_prolog_functional(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    caches = tensors[9:11]
+    return (*_mla_prolog(*tensors, **options), *(torch.empty_like(cache) for cache in caches))
+
+
 def _halved(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
@@ -150,6 +176,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "npu::npu_lightning_indexer": _lightning_indexer,
     "npu::npu_sparse_flash_attention": _sparse_flash_attention,
     "npu::npu_recurrent_gated_delta_rule": _recurrent,
+    "npu::npu_mla_prolog_v3": _mla_prolog,
+    "npu::npu_mla_prolog_v3_functional": _mla_prolog_functional,
     "npu::npu_swiglu": _halved,
     "npu::npu_moe_gating_top_k": _gating,
     "npu::npu_moe_init_routing_v2": _init_routing,

@@ -39,6 +39,8 @@ def register_own_converters() -> None:
     register_fx_node_ge_converter(overload)(_paged_mla_attention)
     overload = torch.ops.npu.npu_recurrent_gated_delta_rule.default
     register_fx_node_ge_converter(overload)(_recurrent_gated_delta_rule)
+    overload = torch.ops.npu.npu_mla_prolog_v3_functional.default
+    register_fx_node_ge_converter(overload)(_mla_prolog)
 
 
 def _converter(op: OwnOperator) -> Callable[..., Any]:
@@ -122,6 +124,33 @@ def _with_absent_inputs(function: Callable[..., Any], given: dict[str, Any]) -> 
     parameters = inspect.signature(function).parameters.values()
     absent = {p.name: None for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     return {**absent, **given}
+
+
+_PROLOG_OPTIONAL = (
+    *("cache_index", "dequant_scale_x", "dequant_scale_w_dq", "dequant_scale_w_uq_qr"),
+    *("dequant_scale_w_dkv_kr", "quant_scale_ckv", "quant_scale_ckr", "smooth_scales_cq"),
+    *("actual_seq_len", "k_nope_clip_alpha"),
+)
+
+
+def _mla_prolog(
+    *tensors: Any,
+    meta_outputs: Any = None,
+    **options: Any,
+) -> Any:
+    """The functional twin without the copies that the wheel's converter makes of both caches.
+
+    Where torchair sees that nobody needs the cache from before, it uses the in-place operator too;
+    here `convert.py` makes every later reader read what this returns.
+    """
+    from torchair._ge_concrete_graph import ge_apis as ge
+
+    given = {name: value for name, value in options.items() if not name.endswith("_dtype")}
+    absent = {name: None for name in _PROLOG_OPTIONAL if name not in given}
+    query, rope, cache, rope_cache, scale, normed, normed_scale = ge.MlaPrologV3(
+        *tensors, **absent, **given
+    )
+    return query, rope, scale, normed, normed_scale, cache, rope_cache
 
 
 def _recurrent_gated_delta_rule(

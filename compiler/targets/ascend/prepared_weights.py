@@ -29,6 +29,8 @@ _FOLDABLE = {
     torch.ops.aten.select.int,
     torch.ops.aten.unsqueeze.default,
     torch.ops.aten.view.default,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.constant_pad_nd.default,
 }
 # Views alone are free; only a chain with one of these is worth taking out.
 _COSTLY = {
@@ -37,6 +39,7 @@ _COSTLY = {
     torch.ops.aten.clone.default,
     torch.ops.aten.exp.default,
     torch.ops.aten.neg.default,
+    torch.ops.aten.constant_pad_nd.default,
 }
 _BY_NAME = {str(target): target for target in _FOLDABLE}
 

@@ -11,6 +11,7 @@ from hybridge.compiler.targets.ascend.constraints import padded_heads
 from hybridge.compiler.targets.ascend.lowerings.context import (
     Context,
     PagedLatent,
+    SplitQuery,
     device_rows,
     device_table,
     key_lengths,
@@ -74,14 +75,17 @@ def lower_lightning_indexer(
     return chosen.squeeze(1)  # type: ignore[no-any-return]
 
 
-def _split_query(ctx: Context, query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
+def _split_query(ctx: Context, query: Tensor | SplitQuery, value_dim: int) -> SplitQuery:
+    if isinstance(query, SplitQuery):
+        return query
     padded = pad_heads(query.to(ctx.dtype), padded_heads(query.shape[1]))
-    return padded[..., :value_dim].contiguous(), padded[..., value_dim:].contiguous()
+    plain, rope = padded[..., :value_dim].contiguous(), padded[..., value_dim:].contiguous()
+    return SplitQuery(plain, rope, query.shape[1])
 
 
 def lower_sparse_flash_attention(
     ctx: Context,
-    query: Tensor,
+    query: Tensor | SplitQuery,
     latent_cache: PagedLatent,
     positions: Tensor,
     query_start: Tensor,
@@ -92,8 +96,8 @@ def lower_sparse_flash_attention(
     value_dim: int,
 ) -> Tensor:
     """npu_sparse_flash_attention in MLA-absorb mode; heads are filled up to what it takes."""
-    heads = query.shape[1]
-    plain, rope = _split_query(ctx, query, value_dim)
+    parts = _split_query(ctx, query, value_dim)
+    plain, rope = parts.plain, parts.rope
     ctx.require(
         "SparseFlashAttention",
         query_heads=plain.shape[1],
@@ -119,12 +123,12 @@ def lower_sparse_flash_attention(
         attention_mode=2,
     )
     ctx.became("npu_sparse_flash_attention")
-    return output[:, :heads]  # type: ignore[no-any-return]
+    return output[:, : parts.heads]  # type: ignore[no-any-return]
 
 
 def lower_mla_attention(
     ctx: Context,
-    query: Tensor,
+    query: Tensor | SplitQuery,
     latent_cache: PagedLatent,
     query_start: Tensor,
     context_len: Tensor,
@@ -134,8 +138,8 @@ def lower_mla_attention(
     value_dim: int,
 ) -> Tensor:
     """FusedInferAttentionScore with paged keys and lengths as tensors."""
-    heads = query.shape[1]
-    plain, rope = _split_query(ctx, query, value_dim)
+    parts = _split_query(ctx, query, value_dim)
+    plain, rope = parts.plain, parts.rope
     ctx.require(
         "FusedInferAttentionScore",
         query_heads=plain.shape[1],
@@ -145,7 +149,7 @@ def lower_mla_attention(
     )
 
     def make_mask() -> Tensor:
-        ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=query.device)
+        ones = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8, device=plain.device)
         return torch.triu(ones, 1)
 
     output = torch.ops.hybridge_ascend.paged_mla_attention(
@@ -160,4 +164,4 @@ def lower_mla_attention(
         scale,
     )
     ctx.became("FusedInferAttentionScore")
-    return output[:, :heads]  # type: ignore[no-any-return]
+    return output[:, : parts.heads]  # type: ignore[no-any-return]

@@ -41,6 +41,15 @@ class PagedLatent:
     rope: Tensor
 
 
+@dataclass(frozen=True)
+class SplitQuery:
+    """An absorbed query [T, padded heads, latent | rope] in two parts; `heads` of its heads count."""
+
+    plain: Tensor
+    rope: Tensor
+    heads: int
+
+
 @dataclass
 class Context:
     """What lowerings share while one graph is traced.
@@ -135,14 +144,22 @@ def device_slots(ctx: Context, state_slot: Tensor) -> Tensor:
 
 def device_rows(ctx: Context, slot_mapping: Tensor) -> Tensor:
     """Cache rows [T, 1] behind the null block; tokens not to be cached are spread over it."""
+    node = ctx.argument("slot_mapping")
+    rows = device_rows_of(ctx, node, slot_mapping)
+    return ctx.once(  # type: ignore[no-any-return]
+        ("int32 rows", node.name), lambda: rows.to(torch.int32).unsqueeze(-1)
+    )
+
+
+def device_rows_of(ctx: Context, node: fx.Node, slot_mapping: Tensor) -> Tensor:
+    """The same as int64 [T]; `node` is the graph's node of `slot_mapping`."""
 
     def make() -> Tensor:
         size = ctx.bucket.block_size
         nowhere = torch.arange(slot_mapping.shape[0], device=slot_mapping.device) % size
-        rows = torch.where(slot_mapping < 0, nowhere, slot_mapping + size)
-        return rows.to(torch.int32).unsqueeze(-1)
+        return torch.where(slot_mapping < 0, nowhere, slot_mapping + size).to(torch.int64)
 
-    return ctx.once(("rows", ctx.argument("slot_mapping").name), make)  # type: ignore[no-any-return]
+    return ctx.once(("rows", node.name), make)  # type: ignore[no-any-return]
 
 
 def sequence_of(ctx: Context, tokens: int, query_start: Tensor) -> Tensor:

@@ -11,12 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridge.compiler.targets.ascend.npu_reference import attention, attn_res, basic, kda, moe
+from hybridge.compiler.targets.ascend.npu_reference import (
+    attention,
+    attn_res,
+    basic,
+    kda,
+    mla_prolog,
+    moe,
+)
 
 REFERENCES: dict[str, Callable[..., Any]] = {
     **basic.REFERENCES,
     **attention.REFERENCES,
     **kda.REFERENCES,
+    **mla_prolog.REFERENCES,
     **attn_res.REFERENCES,
     **moe.REFERENCES,
 }

@@ -96,8 +96,12 @@ def make_case(
     values: dict[str, Tensor],
     caches: tuple[CacheShape, ...] = (),
     decode: bool = False,
+    whole: bool = False,
 ) -> Case:
-    """Trace `function(**batch, **values)`; what is neither batch nor cache counts as a weight."""
+    """Trace `function(**batch, **values)`; what is neither batch nor cache counts as a weight.
+
+    With `whole`, linear, einsum and the like stay calls of their own, as in a traced model.
+    """
     batch = ragged_batch(decode)
     named = {**batch, **values}
     bucket = Bucket(
@@ -114,7 +118,7 @@ def make_case(
         return function(**dict(zip(named, args, strict=True)))
 
     copies = [value.clone() for value in named.values()]
-    gm = make_fx(run, tracing_mode="fake")(*copies)
+    gm = make_fx(run, tracing_mode="fake", pre_dispatch=whole)(*copies)
     nodes = [node for node in gm.graph.nodes if node.op == "placeholder"]
     cached = {cache.name for cache in caches}
     for node, name in zip(nodes, named, strict=True):

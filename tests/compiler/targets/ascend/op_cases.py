@@ -53,6 +53,38 @@ def dense_case(decode):
     return make_case(function, values, (LATENT,), decode)
 
 
+def prolog_case(decode=True, heads=3, hidden=1024, change=lambda name, value: value):
+    """The projections of an MLA layer up to its attention; `change` may alter any value in it."""
+    tokens, rank, plain, rope, latent = 4 if decode else 8, 1536, 128, 64, 512
+    aten = torch.ops.aten
+
+    def function(x, q_a, q_norm, q_b, kv_a, kv_norm, kv_b, latent_cache_0, **batch):
+        where = batch["query_start"], batch["context_len"], batch["block_table"]
+        low = OPS.rms_norm(aten.linear(x, q_a), q_norm, eps=1e-6)
+        query = aten.linear(low, q_b).unflatten(-1, (heads, -1))
+        own, key_rope = aten.split_with_sizes(aten.linear(x, kv_a), (latent, rope), -1)
+        row = torch.cat([change("key", OPS.rms_norm(own, kv_norm, eps=1e-5)), key_rope], -1)
+        OPS.paged_write(latent_cache_0, row.unsqueeze(1), batch["slot_mapping"])
+        up, _ = aten.split_with_sizes(kv_b.unflatten(0, (heads, -1)), (plain, 64), 1)
+        query_plain, query_rope = aten.split_with_sizes(query, (plain, rope), -1)
+        absorbed = change("absorbed", aten.einsum("thn,hnc->thc", [query_plain, up]))
+        full = torch.cat([absorbed, change("rope", query_rope)], -1)
+        mixed = OPS.mla_attention(full, latent_cache_0, *where, scale=0.07, value_dim=latent)
+        return mixed.flatten(1).sum(-1, keepdim=True) + low
+
+    values = {
+        "latent_cache_0": torch.randn(5, 16, 1, latent + rope),
+        "x": torch.randn(tokens, hidden),
+        "q_a": torch.randn(rank, hidden) / hidden**0.5,
+        "q_norm": torch.rand(rank) + 0.5,
+        "q_b": torch.randn(heads * (plain + rope), rank) / rank**0.5,
+        "kv_a": torch.randn(latent + rope, hidden) / hidden**0.5,
+        "kv_norm": torch.rand(latent) + 0.5,
+        "kv_b": torch.randn(heads * (plain + 64), latent) / plain**0.5,
+    }
+    return make_case(function, values, (LATENT,), decode, whole=True)
+
+
 KDA_CACHES = (
     CacheShape("kda_state_0", 0, "kda_state", (2, 16, 16)),
     CacheShape("conv_state_0", 0, "conv_state", (96, 3)),

@@ -57,3 +57,11 @@ def test_what_has_no_such_layout_is_refused():
         nz.encode(np.zeros(16, np.int8))
     with pytest.raises(CompileError, match="are not those of a matrix"):
         nz.decode(np.zeros((1, 1, 16, 32), np.int8), (17, 32))
+
+
+def test_packed_mxfp4_has_blocks_of_16_bytes():
+    packed = np.arange(3 * 40 * 48, dtype=np.uint8).reshape(3, 40, 48)
+    blocks = nz.encode(packed, block_bytes=16)
+    assert blocks.shape == (3, 3, 3, 16, 16)
+    np.testing.assert_array_equal(blocks[1, 2, 0, 5], packed[1, 5, 32:48])
+    np.testing.assert_array_equal(nz.decode(blocks, packed.shape, block_bytes=16), packed)
