@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
+from math import fsum, prod
 from typing import Any
 
 import torch
@@ -187,6 +187,24 @@ def _scatter(node: Node, touched: float) -> Cost:
     return Cost(vector=moved / 2, bytes=moved)
 
 
+def _scatter_rows(node: Node, touched: float) -> Cost:
+    """Rows of a key and of a value."""
+    moved = 2 * fsum(_bytes(rows.meta["val"]) for rows in node.args[:2])  # type: ignore[union-attr]
+    return Cost(vector=moved / 2, bytes=moved)
+
+
+def _mla_prolog(node: Node, touched: float) -> Cost:
+    """Four products with weights, two norms; of the caches only the written rows move."""
+    tokens = _shape(node.args[0])[0]
+    weights = [node.args[place].meta["val"] for place in range(1, 5)]  # type: ignore[union-attr]
+    caches = fsum(_bytes(node.args[place].meta["val"]) for place in (9, 10))  # type: ignore[union-attr]
+    return Cost(
+        cube=2.0 * tokens * sum(prod(weight.shape) for weight in weights),
+        vector=8.0 * tokens * sum(_shape(node.args[place])[0] for place in (5, 6)),
+        bytes=touched - caches,
+    )
+
+
 def _gather(node: Node, touched: float) -> Cost:
     """Only the chosen rows move, not the whole table."""
     moved = 2 * _bytes(node.meta["val"])
@@ -205,6 +223,8 @@ _FORMULAS: dict[str, Callable[[Node, float], Cost]] = {
     "chunk_kda_fwd": _chunked_recurrence,
     "block_attn_res_prepare": _prepare,
     "npu_scatter_nd_update_": _scatter,
+    "npu_scatter_pa_kv_cache": _scatter_rows,
+    "npu_mla_prolog_v3": _mla_prolog,
     "embedding": _gather,
     "index_select": _gather,
     "index": _gather,

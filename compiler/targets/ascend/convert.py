@@ -168,7 +168,7 @@ def _on_device(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 # Operator that writes arguments and returns none of them -> how many values its functional twin
 # returns before them, and the places of the arguments.
-_TWINS = {"npu::npu_mla_prolog_v3": (5, (9, 10))}
+_TWINS = {"npu::npu_mla_prolog_v3": (5, (9, 10)), "npu::npu_scatter_pa_kv_cache": (0, (2, 3))}
 
 
 def read_what_is_written(graph: fx.Graph) -> None:

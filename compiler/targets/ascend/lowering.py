@@ -25,9 +25,11 @@ from hybridge.artifacts.errors import CompileError, UsageError
 from hybridge.compiler.targets.ascend.choose_prologs import Prologs, choose_prologs
 from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.device_state import DeviceCache
+from hybridge.compiler.targets.ascend.fuse_add_rms_norm import fuse_add_rms_norm
 from hybridge.compiler.targets.ascend.lowerings import attention, attn_res, elementwise, kda, moe
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket, Context, PagedLatent
 from hybridge.compiler.targets.ascend.lowerings.mla_prolog import lower_mla_prolog
+from hybridge.compiler.targets.ascend.mega_kda import mega_kda_result
 from hybridge.compiler.targets.ascend.operators import define_operators
 from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 from hybridge.compiler.targets.ascend.prepared_weights import PreparedWeight, prepare_weights
@@ -133,6 +135,7 @@ def lower(
     traced = _trace(graph_module, plan, context, prologs)
     _report(context)
     weights = prepare_weights(traced, plan.weights)
+    added = fuse_add_rms_norm(traced)  # after: a norm's weight is then an input, not a cast
     return Lowered(
         traced,
         soc,
@@ -142,7 +145,7 @@ def lower(
         plan.caches,
         weights,
         {name: tuple(found) for name, found in context.sites.items()},
-        (prologs.result,),
+        (prologs.result, added, mega_kda_result(graph_module, soc, bucket)),
     )
 
 

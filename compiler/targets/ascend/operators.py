@@ -111,6 +111,16 @@ def _mla_prolog_functional(*tensors: Tensor, **options: Any) -> tuple[Tensor, ..
     return (*_mla_prolog(*tensors, **options), *(torch.empty_like(cache) for cache in caches))
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _scatter_functional(
+    _1: Tensor, _2: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(key_cache), torch.empty_like(value_cache)
+
+
 def _halved(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
@@ -178,6 +188,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "npu::npu_recurrent_gated_delta_rule": _recurrent,
     "npu::npu_mla_prolog_v3": _mla_prolog,
     "npu::npu_mla_prolog_v3_functional": _mla_prolog_functional,
+    "npu::npu_scatter_pa_kv_cache": _nothing,
+    "npu::npu_scatter_pa_kv_cache_functional": _scatter_functional,
     "npu::npu_swiglu": _halved,
     "npu::npu_moe_gating_top_k": _gating,
     "npu::npu_moe_init_routing_v2": _init_routing,

@@ -39,6 +39,8 @@ def register_own_converters() -> None:
     register_fx_node_ge_converter(overload)(_paged_mla_attention)
     overload = torch.ops.npu.npu_recurrent_gated_delta_rule.default
     register_fx_node_ge_converter(overload)(_recurrent_gated_delta_rule)
+    overload = torch.ops.npu.npu_scatter_pa_kv_cache_functional.default
+    register_fx_node_ge_converter(overload)(_scatter_pa_kv_cache)
     overload = torch.ops.npu.npu_mla_prolog_v3_functional.default
     register_fx_node_ge_converter(overload)(_mla_prolog)
 
@@ -124,6 +126,34 @@ def _with_absent_inputs(function: Callable[..., Any], given: dict[str, Any]) -> 
     parameters = inspect.signature(function).parameters.values()
     absent = {p.name: None for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
     return {**absent, **given}
+
+
+def _scatter_pa_kv_cache(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    *,
+    cache_mode: str = "PA_NZ",
+    meta_outputs: Any = None,
+) -> Any:
+    """In place, like `_mla_prolog`."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge._ge_graph import dont_prune_me
+
+    written = ge.ScatterPaKvCache(
+        *(key, key_cache, slot_mapping, value, value_cache),
+        compress_lens=None,
+        compress_seq_offsets=None,
+        seq_lens=None,
+        cache_mode=cache_mode,
+        scatter_mode="None",
+        strides=[1, 1],
+        offsets=[0, 0],
+    )
+    dont_prune_me(written[0])
+    return written
 
 
 _PROLOG_OPTIONAL = (

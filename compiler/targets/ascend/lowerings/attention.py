@@ -13,6 +13,7 @@ from hybridge.compiler.targets.ascend.lowerings.context import (
     PagedLatent,
     SplitQuery,
     device_rows,
+    device_rows_of,
     device_table,
     key_lengths,
     pad_heads,
@@ -26,15 +27,23 @@ MASK_SIZE = 2048
 
 
 def lower_paged_write(ctx: Context, cache: Any, rows: Tensor, slot_mapping: Tensor) -> None:
-    """One npu_scatter_nd_update_ a device tensor; the null block takes what has no slot."""
-    where = device_rows(ctx, slot_mapping)
+    """One operator: both parts of a latent row at once; the null block takes what has no slot."""
     if isinstance(cache, PagedLatent):
         width = cache.latent.shape[-1]
-        latent = scatter(cache.latent, where, rows[..., :width])
-        rope = scatter(cache.rope, where, rows[..., width:])
-        ctx.values[ctx.argument("cache")] = PagedLatent(latent, rope)
-    else:
-        ctx.values[ctx.argument("cache")] = scatter(cache, where, rows)
+        node = ctx.argument("slot_mapping")
+        slots = device_rows_of(ctx, node, slot_mapping)
+        torch.ops.npu.npu_scatter_pa_kv_cache(
+            rows[..., :width].to(cache.latent.dtype).contiguous(),
+            rows[..., width:].to(cache.rope.dtype).contiguous(),
+            cache.latent,
+            cache.rope,
+            ctx.once(("int32 slots", node.name), lambda: slots.to(torch.int32)),
+            cache_mode="Norm",
+        )
+        ctx.became("npu_scatter_pa_kv_cache")
+        return
+    where = device_rows(ctx, slot_mapping)
+    ctx.values[ctx.argument("cache")] = scatter(cache, where, rows)
     ctx.became("npu_scatter_nd_update_")
 
 

@@ -216,7 +216,7 @@ def lower_kda_decode(
     if g_b_weight is not None:
         output_gate = matmul(ctx, output_gate, g_b_weight)
     slots = device_slots(ctx, state_slot)
-    mixed = _decode_convolution(ctx, qkv, conv_weight, conv_state, context_len, slots)
+    mixed = _decode_convolution(ctx, qkv, conv_weight, conv_state, context_len, state_slot)
     query, key, value = (part.unflatten(-1, (heads, -1)) for part in mixed.chunk(3, -1))
     ctx.require(
         "RecurrentGatedDeltaRule",
@@ -241,7 +241,8 @@ def lower_kda_decode(
     )
     normed = torch.ops.npu.npu_rms_norm(core, norm_weight.to(core.dtype), norm_eps)[0]
     gated = normed.reshape(batch, -1) * torch.sigmoid(output_gate)
-    ctx.became("npu_recurrent_gated_delta_rule")
+    convolution = "CausalConv1d" if ctx.soc == ASCEND_950 else "gathers"
+    ctx.became(f"{convolution} + npu_recurrent_gated_delta_rule + npu_rms_norm")
     return matmul(ctx, gated, o_weight)
 
 
@@ -251,10 +252,20 @@ def _decode_convolution(
     weight: Tensor,
     conv_state: Tensor,
     context_len: Tensor,
-    slots: Tensor,
+    state_slot: Tensor,
 ) -> Tensor:
-    """One token a row: CausalConv1d's decode form wants a longer state than prefill leaves."""
+    """One token a row: sequences of length one, since the operator takes any length."""
+    if ctx.soc == ASCEND_950:
+        starts = ctx.once("one each", lambda: _one_each(context_len))
+        return _fused_convolution(ctx, qkv, weight, conv_state, starts, context_len, state_slot)
+    slots = device_slots(ctx, state_slot)
     history = _history(ctx, conv_state, context_len, slots).to(qkv.dtype)
     window = torch.cat([history, qkv.unsqueeze(1)], 1)
     _write_state(ctx, "conv_state", conv_state, window[:, 1:].contiguous(), slots)
     return F.silu((window * weight.t().to(qkv.dtype)).sum(1))
+
+
+def _one_each(context_len: Tensor) -> Tensor:
+    """Prefix sums of B sequences of one token."""
+    count = context_len.shape[0] + 1
+    return torch.arange(count, dtype=torch.int32, device=context_len.device)

@@ -41,6 +41,33 @@ def scatter_nd_update_(x: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     return x
 
 
+def scatter_pa_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cache_mode: str = "PA_NZ",
+    **_: Any,
+) -> None:
+    """Write row t of key [T, H, D] to row slot_mapping[t] of [blocks, block, H, D], value likewise.
+
+    The two may differ in D. Source: hicann/ops-transformer attention/scatter_pa_kv_cache, scene two.
+    """
+    if cache_mode != "Norm":
+        raise NotImplementedError("reference of cache_mode Norm only")
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        flat = cache.view(-1, *cache.shape[2:])
+        if len(slot_mapping) and not 0 <= int(slot_mapping.min()) <= int(slot_mapping.max()) < len(
+            flat
+        ):
+            raise IndexError(
+                f"npu_scatter_pa_kv_cache: slots {slot_mapping.tolist()} of {len(flat)}"
+            )
+        flat[slot_mapping.long()] = rows.to(cache.dtype)
+
+
 def situ_glu(x: Tensor, beta: float, linear_beta: float) -> Tensor:
     """SiTU of the two halves of the last dimension, the gate in front.
 
@@ -61,6 +88,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "npu::npu_rms_norm": rms_norm,
     "npu::npu_add_rms_norm": add_rms_norm,
     "npu::npu_scatter_nd_update_": scatter_nd_update_,
+    "npu::npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
     "npu::npu_swiglu": swiglu,
     "hybridge_ascend::situ_glu": situ_glu,
 }

@@ -101,6 +101,35 @@ def test_norm_linear_and_situ(soc):
     check(make_case(function, values), soc, tokens=8)
 
 
+@pytest.mark.parametrize("soc", SOCS)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_gate_and_up_of_one_product_are_not_joined_again(soc, swapped):
+    def function(x, both, **_):
+        wide = OPS.linear(x, both)
+        halves = [wide[:, :32], wide[:, 32:]]
+        gate, up = reversed(halves) if swapped else halves
+        return OPS.situ(gate, up, beta=4.0, linear_beta=25.0)
+
+    values = {"x": torch.randn(8, 32), "both": torch.randn(64, 32)}
+    lowered = check(make_case(function, values), soc, tokens=8)
+    joined = [n for n in lowered.graph_module.graph.nodes if "aten.cat" in str(n.target)]
+    assert bool(joined) == swapped  # the other way around they are no gate_up
+
+
+def test_mega_kda_tells_which_of_its_rules_a_layer_breaks():
+    lowered = cases.kda_decode_case(False).lower("ascend-950")
+    (result,) = [each for each in lowered.results if each.name == "fuse_mega_kda"]
+    (refusal,) = result.refusals
+    for broken in (
+        "batch is 4, must be 16 to 256, a multiple of 16",
+        "tokens a sequence is 1, must be 8",
+        "heads is 2, must be 6",
+        "hidden size is 24, must be 7168",
+        "head dimension is 16, must be 128",
+    ):
+        assert broken in refusal.reason
+
+
 def test_every_broken_constraint_is_told_at_once():
     def function(query, weights, latent_query, latent_cache_0, indexer_cache_0, **batch):
         where = batch["query_start"], batch["context_len"], batch["block_table"]

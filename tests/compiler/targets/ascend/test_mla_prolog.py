@@ -139,7 +139,8 @@ def reads_of(graph):
             "ScatterNdUpdate",
             ("LightningIndexer", "SparseFlashAttention"),
         ),
-        (lambda: cases.dense_case(True), "ScatterNdUpdate", ("FusedInferAttentionScore",)),
+        (lambda: cases.dsa_case(True), "ScatterPaKvCache", ("SparseFlashAttention",)),
+        (lambda: cases.dense_case(True), "ScatterPaKvCache", ("FusedInferAttentionScore",)),
     ],
 )
 def test_a_cache_is_read_after_its_write_by_data(case, writer, readers):

@@ -28,10 +28,13 @@ def config():
     tiny = scale(preset("kimi-k3.1-tiny"), layers=4)
     return dataclasses.replace(
         tiny,
+        hidden_size=1024,
         kv_lora_rank=512,
         qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        q_lora_rank=1536,
         dsa=DsaConfig(num_heads=8, head_dim=128, top_k=8, norm_eps=1e-5),
-        num_heads=4,
+        num_heads=3,
     )
 
 
@@ -103,7 +106,7 @@ def test_the_lowered_graph_equals_eager(config, model, fused, phase, soc):
     for name, value in caches.items():
         torch.testing.assert_close(written[name], value, rtol=2e-3, atol=2e-3)
     fusions = ("lightning_indexer", "sparse_flash_attention", f"kda_{phase}", "attn_res_update")
-    assert all(lowered.sites[name] for name in fusions)
+    assert all(lowered.sites[name] for name in (*fusions, "mla_prolog"))
 
 
 @pytest.mark.parametrize("soc", ["ascend-a3", "ascend-950"])

@@ -21,6 +21,7 @@ from . import op_cases as cases
 SOCS = ["ascend-a3", "ascend-950"]
 CASES = {
     "dsa": lambda: cases.dsa_case(True),
+    "prolog": lambda: cases.prolog_case(True),
     "kda": lambda: cases.kda_decode_case(False),
     "moe": lambda: cases.moe_case("situ"),
     "moe silu": lambda: cases.moe_case("silu"),
@@ -95,6 +96,9 @@ def test_fakes_agree_with_the_wheel(name, soc):
     for operator, node in npu_calls(lowered.graph_module.graph):
         args, kwargs = pytree.tree_map_only(fx.Node, on_meta, (node.args, node.kwargs))
         theirs = wheel_functions()[operator](*args, **kwargs)
+        if theirs is None:
+            assert node.meta.get("val") is None, operator
+            continue
         theirs = theirs if isinstance(theirs, tuple | list) else (theirs,)
         ours = node.meta["val"]
         ours = ours if isinstance(ours, tuple | list) else (ours,)
