@@ -21,6 +21,7 @@ from hybridge.ir.spec import require_valid
 from hybridge.ir.text import module_text
 from hybridge.passes.canonicalise import Canonicalise
 from hybridge.passes.fuse_attn_res import FuseAttnRes
+from hybridge.passes.fuse_attn_res_norm import FuseAttnResNorm
 from hybridge.passes.fuse_kda import FuseKda
 from hybridge.passes.fuse_lightning_indexer import FuseLightningIndexer
 from hybridge.passes.fuse_moe import FuseMoe
@@ -39,8 +40,9 @@ PIPELINE: tuple[Pass, ...] = (
     # After the fusion that says which projections belong to a layer, and in which order decode has them.
     MergeProjections(),
     FuseMoe(),
-    # Last: the larger fusions take the norms that belong to them.
+    # After the larger fusions, which take the norms that belong to them.
     FuseRmsNorm(),
+    FuseAttnResNorm(),
     FuseSitu(),
 )
 

@@ -4,7 +4,7 @@ Before, at each site:                                    After, once per set of 
     values = stack(frozen sources, live prefix)              statistics = attn_res_prepare(
     scores = (rms_norm(values) * query).sum(-1)                  stack(frozen), queries of all its sites, eps=…)
     h      = (softmax(scores, 0) * values).sum(0)         and at each site:
-                                                             h = attn_res_update(live, query, statistics[site], eps=…)
+                                                             h = attn_res_update(live, query, statistics, site=…, eps=…)
 
 A site is found from a stack of equal tensors that a softmax follows; trials prove that what follows is the mix. Sites
 with the same frozen sources form one batch, wherever they are in the graph: a boundary layer's attention site joins the
@@ -116,13 +116,13 @@ class FuseAttnRes(Pass):
         if not batch.statistics:
             _prepare(batch, rewriter)
         place = next(i for i, each in enumerate(batch.mixes) if each.end is mix.end)
-        parts = [rewriter.call(aten.select.int, part, 0, place) for part in batch.statistics]
         live = mix.sources[0] if batch.mixes[place].live == 0 else mix.sources[-1]
         result = rewriter.call(
             vocabulary["attn_res_update"].overload,
             live,
             _query(mix, rewriter),
-            *parts,
+            *batch.statistics,
+            site=place,
             eps=batch.eps,
         )
         return {mix.end: result}
@@ -258,7 +258,7 @@ def _trials(mix: Mix) -> Iterator[tuple[Trial, Sizes]]:
             query = query * drawn
             given[weight] = drawn.reshape(sizes.shape(weight))
         statistics = prepare(torch.stack(values[:-1]), query.unsqueeze(0), eps=mix.eps)
-        expected = update(values[-1], query, *(part[0] for part in statistics), eps=mix.eps)
+        expected = update(values[-1], query, *statistics, site=0, eps=mix.eps)
         yield Trial(rule, given, [expected]), sizes
 
 

@@ -110,6 +110,9 @@ struct OpDescription {
   std::vector<OutputDescription> outputs;
   AliasMap alias_map;  // nullptr: no output shares memory with an input
   std::unique_ptr<Kernel> (*create)(const Attributes& attributes);
+  // Outputs that may take an input's memory where nothing needs that input any more, for kernels
+  // that have read what they overwrite. Pairs as in alias_map, which means more.
+  AliasMap may_reuse = nullptr;
 };
 
 // For OpDescription::create.

@@ -139,10 +139,13 @@ RegisteredOp make_registered(const OpDescription& description, int typed_input, 
   c.get_start_version = one;
   c.get_end_version = [](const abi::CustomOp*) { return 1; };
   if (description.alias_map != nullptr) {
-    c.get_may_inplace = description.alias_map;
-    c.release_may_inplace = release_alias;
     c.get_alias_map = description.alias_map;
     c.release_alias_map = release_alias;
+  }
+  const AliasMap reuse = description.alias_map ? description.alias_map : description.may_reuse;
+  if (reuse != nullptr) {
+    c.get_may_inplace = reuse;
+    c.release_may_inplace = release_alias;
   }
   return op;
 }

@@ -72,19 +72,44 @@ void prepare_sites(const AttnResPrepare& args, std::int64_t token, std::int64_t 
   }
 }
 
-void update_token(const AttnResUpdate& args, std::int64_t token) {
+// The live prefix's score. With a delta, the sum is stored first; returns what was scored.
+const float* score_prefix(const AttnResUpdate& args, std::int64_t token, float& score) {
   const std::int64_t width = args.hidden;
   const float* prefix = args.prefix + token * width;
-  const float* numerator = args.numerator + token * width;
-  float* output = args.output + token * width;
+  const float* delta = args.delta ? args.delta + token * width : nullptr;
+  float* sum = args.delta ? args.new_prefix + token * width : nullptr;
   Lanes squares = Lanes::zero();
   Lanes dot = Lanes::zero();
   for (std::int64_t c = 0; c < width; c += kWidth) {
-    const Lanes v = load_first_or_all(prefix + c, width - c);
+    Lanes v = load_first_or_all(prefix + c, width - c);
+    if (delta) {
+      v = v + load_first_or_all(delta + c, width - c);
+      store_first_or_all(sum + c, v, width - c);
+    }
     squares = multiply_add(v, v, squares);
     dot = multiply_add(v, load_first_or_all(args.query + c, width - c), dot);
   }
-  const float score = sum_of(dot) * inverse_rms(sum_of(squares), width, args.eps);
+  score = sum_of(dot) * inverse_rms(sum_of(squares), width, args.eps);
+  return sum ? sum : prefix;
+}
+
+template <class Weight>
+void scale_row(float* row, std::int64_t width, float factor, const Weight* weight) {
+  const Lanes scale = Lanes::broadcast(factor);
+  std::int64_t c = 0;
+  for (; c + kWidth <= width; c += kWidth) {
+    (Lanes::load(row + c) * scale * load_lanes(weight + c)).store(row + c);
+  }
+  for (; c < width; ++c) row[c] *= factor * load_scalar(weight + c);
+}
+
+// A token's rows stay in the core's cache from the first loop to the last.
+void update_token(const AttnResUpdate& args, std::int64_t token) {
+  const std::int64_t width = args.hidden;
+  const float* numerator = args.numerator + token * width;
+  float* output = args.output + token * width;
+  float score = 0.0f;
+  const float* prefix = score_prefix(args, token, score);
   const float before = args.logit_max[token];
   const float largest = score > before ? score : before;
   const float frozen = std::exp(before - largest);
@@ -92,11 +117,20 @@ void update_token(const AttnResUpdate& args, std::int64_t token) {
   const float total = args.exp_sum[token] * frozen + live;
   const Lanes keep = Lanes::broadcast(frozen / total);
   const Lanes add = Lanes::broadcast(live / total);
+  Lanes squares = Lanes::zero();
   for (std::int64_t c = 0; c < width; c += kWidth) {
     const Lanes kept = keep * load_first_or_all(numerator + c, width - c);
     const Lanes v = load_first_or_all(prefix + c, width - c);
-    store_first_or_all(output + c, multiply_add(add, v, kept), width - c);
+    const Lanes mixed = multiply_add(add, v, kept);
+    squares = multiply_add(mixed, mixed, squares);
+    store_first_or_all(output + c, mixed, width - c);
   }
+  if (!args.norm_weight) return;
+  const float factor = inverse_rms(sum_of(squares), width, args.norm_eps);
+  if (args.norm_weight_bf16) {
+    return scale_row(output, width, factor, static_cast<const std::uint16_t*>(args.norm_weight));
+  }
+  scale_row(output, width, factor, static_cast<const float*>(args.norm_weight));
 }
 
 }  // namespace

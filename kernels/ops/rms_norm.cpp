@@ -35,6 +35,7 @@ const OpRegistration registration({
     {{"out", DType::f32}},
     nullptr,
     make_kernel<RmsNorm>,
+    alias<0, 0>,
 });
 
 }  // namespace

@@ -39,6 +39,7 @@ const OpRegistration registration({
     {{"out", DType::f32}},
     nullptr,
     make_kernel<Situ>,
+    alias<0, 0>,
 });
 
 }  // namespace

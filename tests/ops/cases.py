@@ -244,10 +244,16 @@ def _writes(random: torch.Generator) -> dict[str, Case]:
 
 def _dense_maths(random: torch.Generator) -> dict[str, Case]:
     large = 1e4
-    numerator, logit_max, exp_sum = torch.ops.hybridge.attn_res_prepare(
-        normal(random, 4, 5, 6), normal(random, 1, 6), eps=1e-6
+    statistics = torch.ops.hybridge.attn_res_prepare(
+        normal(random, 4, 5, 6), normal(random, 3, 6), eps=1e-6
     )
-    update = (normal(random, 5, 6), normal(random, 6), numerator[0], logit_max[0], exp_sum[0])
+    prefix, query, weight = normal(random, 5, 6), normal(random, 6), normal(random, 6)
+    update = (prefix, query, *statistics)
+    update_norm = (*update, weight.bfloat16())
+    add_update_norm = (prefix, normal(random, 5, 6), query, *statistics, weight)
+    narrow = (prefix.bfloat16(), normal(random, 5, 6).bfloat16(), query, *statistics, weight)
+    attributes = {"site": 1, "eps": 1e-6}
+    normed = {**attributes, "norm_eps": 1e-5}
     return {
         "prepare": Case(
             "attn_res_prepare", (normal(random, 4, 5, 6), normal(random, 3, 6)), {"eps": 1e-6}
@@ -260,7 +266,10 @@ def _dense_maths(random: torch.Generator) -> dict[str, Case]:
             (large * normal(random, 3, 2, 6), large * normal(random, 2, 6)),
             {"eps": 1e-6},
         ),
-        "update": Case("attn_res_update", update, {"eps": 1e-6}),
+        "update": Case("attn_res_update", update, attributes),
+        "update-norm": Case("attn_res_update_norm", update_norm, normed),
+        "add-update-norm": Case("attn_res_add_update_norm", add_update_norm, normed),
+        "add-update-norm-bf16": Case("attn_res_add_update_norm", narrow, normed),
         "rms-norm": Case("rms_norm", (normal(random, 3, 2, 8), normal(random, 8)), {"eps": 1e-5}),
         "rms-norm-bf16-weight": Case(
             "rms_norm", (large * normal(random, 3, 8), normal(random, 8).bfloat16()), {"eps": 1e-5}

@@ -49,6 +49,8 @@ LOWERINGS: dict[str, Callable[..., Any]] = {
     "kda_decode": kda.lower_kda_decode,
     "attn_res_prepare": attn_res.lower_attn_res_prepare,
     "attn_res_update": attn_res.lower_attn_res_update,
+    "attn_res_update_norm": attn_res.lower_attn_res_update_norm,
+    "attn_res_add_update_norm": attn_res.lower_attn_res_add_update_norm,
     "moe_route": moe.lower_moe_route,
     "moe_experts": moe.lower_moe_experts,
     "moe_experts_mxfp4": moe.lower_moe_experts_mxfp4,

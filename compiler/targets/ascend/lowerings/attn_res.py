@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridge.compiler.targets.ascend.lowerings.context import Context
+from hybridge.compiler.targets.ascend.lowerings.elementwise import lower_rms_norm
 from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 
 
@@ -42,25 +43,90 @@ def lower_attn_res_update(
     logit_max: Tensor,
     exp_sum: Tensor,
     *,
+    site: int,
     eps: float,
 ) -> Tensor:
     """BlockAttnResUpdate on 950, taking the prefix as what is added to an empty partial sum."""
+    statistics = numerator[site], logit_max[site], exp_sum[site]
     if ctx.soc == ASCEND_950:
-        ctx.require("BlockAttnResUpdate", hidden_size=prefix.shape[-1])
-        ctx.became("BlockAttnResUpdate")
-        partial = prefix.float().clone()  # the operator writes to it
         nothing = ctx.once(
             ("nothing", prefix.shape), lambda: torch.zeros_like(prefix, dtype=ctx.dtype)
         )
-        return torch.ops.hybridge_ascend.block_attn_res_update(  # type: ignore[no-any-return]
-            partial, nothing, query.float(), numerator, logit_max, exp_sum, eps
-        )[1]
+        return _update(ctx, prefix, nothing, query, statistics, eps)[1]
     ctx.became("reductions")
-    value = prefix.float()
+    return _mix(prefix.float(), query.float(), statistics, eps).to(ctx.dtype)
+
+
+def lower_attn_res_update_norm(
+    ctx: Context,
+    prefix: Tensor,
+    query: Tensor,
+    numerator: Tensor,
+    logit_max: Tensor,
+    exp_sum: Tensor,
+    norm_weight: Tensor,
+    *,
+    site: int,
+    eps: float,
+    norm_eps: float,
+) -> Tensor:
+    """`attn_res_update`, then npu_rms_norm: no GE operator does both (see docs/ascend.md)."""
+    h = lower_attn_res_update(ctx, prefix, query, numerator, logit_max, exp_sum, site=site, eps=eps)
+    return lower_rms_norm(ctx, h, norm_weight, eps=norm_eps)
+
+
+def lower_attn_res_add_update_norm(
+    ctx: Context,
+    prefix: Tensor,
+    delta: Tensor,
+    query: Tensor,
+    numerator: Tensor,
+    logit_max: Tensor,
+    exp_sum: Tensor,
+    norm_weight: Tensor,
+    *,
+    site: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, Tensor]:
+    """BlockAttnResUpdate with its delta on 950, then npu_rms_norm; the sum stays in fp32."""
+    statistics = numerator[site], logit_max[site], exp_sum[site]
+    if ctx.soc == ASCEND_950:
+        total, h = _update(ctx, prefix, delta.to(ctx.dtype), query, statistics, eps)
+    else:
+        ctx.became("an add and reductions")
+        total = prefix.float() + delta.float()
+        h = _mix(total, query.float(), statistics, eps).to(ctx.dtype)
+    return total, lower_rms_norm(ctx, h, norm_weight, eps=norm_eps)
+
+
+def _update(
+    ctx: Context,
+    prefix: Tensor,
+    delta: Tensor,
+    query: Tensor,
+    statistics: tuple[Tensor, Tensor, Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """BlockAttnResUpdate: (prefix + delta in fp32, the mix in delta's dtype)."""
+    ctx.require("BlockAttnResUpdate", hidden_size=prefix.shape[-1])
+    ctx.became("BlockAttnResUpdate")
+    # The operator writes to its partial sum: a value that others read, or will read, is copied first.
+    own = prefix.dtype != torch.float32 or ctx.is_only_reader("prefix")
+    partial = prefix.float() if own else prefix.clone()
+    return torch.ops.hybridge_ascend.block_attn_res_update(  # type: ignore[no-any-return]
+        partial, delta, query.float(), *statistics, eps
+    )
+
+
+def _mix(
+    value: Tensor, query: Tensor, statistics: tuple[Tensor, Tensor, Tensor], eps: float
+) -> Tensor:
+    """The fp32 maths of stage two."""
+    numerator, logit_max, exp_sum = statistics
     rms = torch.rsqrt((value * value).mean(-1) + eps)
-    score = (value * query.float()).sum(-1) * rms
+    score = (value * query).sum(-1) * rms
     top = torch.maximum(logit_max, score)
     frozen, live = (logit_max - top).exp(), (score - top).exp()
     total = exp_sum * frozen + live
-    mix = numerator * (frozen / total).unsqueeze(-1) + value * (live / total).unsqueeze(-1)
-    return mix.to(ctx.dtype)
+    return numerator * (frozen / total).unsqueeze(-1) + value * (live / total).unsqueeze(-1)

@@ -101,6 +101,10 @@ class Context:
         assert isinstance(found, fx.Node)
         return found
 
+    def is_only_reader(self, name: str) -> bool:
+        """Whether nobody but the current node reads the value of one of its arguments."""
+        return set(self.argument(name).users) == {self.node}
+
 
 def query_ends(ctx: Context, query_start: Tensor) -> Tensor:
     """Prefix sums without the leading 0: TND operators take these as query lengths."""

@@ -38,6 +38,9 @@ def block_attn_res_update(
 ) -> tuple[Tensor, Tensor]:
     """(partial + delta, the mix of it with the frozen statistics), the second in delta's dtype.
 
+    The sum is written to partial_block, as the operator does, so that a lowering that lends it a tensor which others
+    read gives wrong results here too.
+
     Source: hicann/ops-transformer attention/block_attn_res_update/README.md.
     """
     merged = wide(partial_block) + wide(delta)
@@ -47,7 +50,7 @@ def block_attn_res_update(
     frozen, live = (logit_max - top).exp(), (score - top).exp()
     total = exp_sum * frozen + live
     mix = numerator * (frozen / total)[:, None] + merged * (live / total)[:, None]
-    return merged.to(partial_block.dtype), mix.to(delta.dtype)
+    return partial_block.copy_(merged), mix.to(delta.dtype)
 
 
 REFERENCES: dict[str, Callable[..., Any]] = {

@@ -17,7 +17,12 @@ from hybridge.compiler.targets.onnx.functions.attention import (
     mla_attention,
     sparse_flash_attention,
 )
-from hybridge.compiler.targets.onnx.functions.attn_res import attn_res_prepare, attn_res_update
+from hybridge.compiler.targets.onnx.functions.attn_res import (
+    attn_res_add_update_norm,
+    attn_res_prepare,
+    attn_res_update,
+    attn_res_update_norm,
+)
 from hybridge.compiler.targets.onnx.functions.builder import (
     OPSET,
     Builder,
@@ -44,6 +49,8 @@ BODIES: dict[str, Callable[..., tuple[Expression, ...]]] = {
         kda_decode,
         attn_res_prepare,
         attn_res_update,
+        attn_res_update_norm,
+        attn_res_add_update_norm,
         moe_route,
         moe_experts,
         moe_experts_mxfp4,

@@ -147,14 +147,31 @@ def kda_decode_case(low_rank_gate):
 
 
 def attn_res_case():
-    def function(sources, queries, prefix, **_):
-        numerator, top, total = OPS.attn_res_prepare(sources, queries, eps=1e-5)
-        return OPS.attn_res_update(prefix, queries[1], numerator[1], top[1], total[1], eps=1e-5)
+    """A restart, two sites that add, and the output's site; the second prefix is read again."""
+
+    def function(sources, queries, weight, prefix, first, second, **_):
+        statistics = OPS.attn_res_prepare(sources, queries, eps=1e-5)
+
+        def site(place):
+            return {"site": place, "eps": 1e-5}
+
+        def add(prefix, delta, place):
+            given = (prefix, delta, queries[place], *statistics, weight)
+            return OPS.attn_res_add_update_norm(*given, **site(place), norm_eps=1e-3)
+
+        restart = OPS.attn_res_update_norm(
+            prefix, queries[0], *statistics, weight, **site(0), norm_eps=1e-3
+        )
+        prefix, one = add(prefix, first, 1)
+        total, two = add(prefix, second, 2)
+        output = OPS.attn_res_update(total, queries[3], *statistics, **site(3))
+        return restart + one + two + output + prefix
 
     values = {
         "sources": torch.randn(3, 8, 32),
         "queries": torch.randn(4, 32),
-        "prefix": torch.randn(8, 32),
+        "weight": torch.randn(32),
+        **{name: torch.randn(8, 32) for name in ("prefix", "first", "second")},
     }
     return make_case(function, values)
 

@@ -70,6 +70,9 @@ def test_attention_residuals(soc):
     if soc == "ascend-950":
         assert lowered.sites["attn_res_prepare"] == ("BlockAttnResPrepare",)
         assert lowered.sites["attn_res_update"] == ("BlockAttnResUpdate",)
+        site = ("BlockAttnResUpdate", "npu_rms_norm")
+        assert lowered.sites["attn_res_update_norm"] == site
+        assert lowered.sites["attn_res_add_update_norm"] == 2 * site
 
 
 @pytest.mark.parametrize("soc", SOCS)

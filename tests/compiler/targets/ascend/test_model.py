@@ -105,8 +105,14 @@ def test_the_lowered_graph_equals_eager(config, model, fused, phase, soc):
     written = from_device(lowered.caches, device)
     for name, value in caches.items():
         torch.testing.assert_close(written[name], value, rtol=2e-3, atol=2e-3)
-    fusions = ("lightning_indexer", "sparse_flash_attention", f"kda_{phase}", "attn_res_update")
-    assert all(lowered.sites[name] for name in (*fusions, "mla_prolog"))
+    fusions = (
+        "lightning_indexer",
+        "sparse_flash_attention",
+        f"kda_{phase}",
+        "attn_res_add_update_norm",
+        "mla_prolog",
+    )
+    assert all(lowered.sites[name] for name in fusions)
 
 
 @pytest.mark.parametrize("soc", ["ascend-a3", "ascend-950"])
