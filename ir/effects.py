@@ -17,6 +17,12 @@ from torch.fx import Graph, Node
 #: Ops whose result differs from call to call: never merged, moved or evaluated by a pass.
 _RANDOM = torch.Tag.nondeterministic_seeded
 
+# Ops with a dropout -> the argument that turns it off (also when it is left out), and how.
+_DROPOUT: dict[str, tuple[str, Any]] = {
+    "aten::dropout": ("train", False),
+    "aten::scaled_dot_product_attention": ("dropout_p", 0.0),
+}
+
 #: Calls that only assert; they compute nothing that a result depends on.
 ASSERTIONS = (
     "aten::_assert_tensor_metadata",
@@ -110,8 +116,14 @@ def is_assertion(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Whether a call draws random numbers."""
-    return _RANDOM in getattr(node.target, "tags", ())
+    """Whether a call draws random numbers; dropout that drops nothing draws none."""
+    return _RANDOM in getattr(node.target, "tags", ()) and not _drops_nothing(node)
+
+
+def _drops_nothing(node: Node) -> bool:
+    name, off = _DROPOUT.get(op_name(node), ("", None))
+    given = {argument.name: value for argument, value in arguments_of(node)}
+    return bool(name) and given.get(name, off) == off
 
 
 def has_effect(node: Node) -> bool:

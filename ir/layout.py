@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from hybridge.ir.effects import op_name
 from hybridge.ir.pass_base import Rewriter, same_size
-from hybridge.ir.signature import shape_of
+from hybridge.ir.signature import shape_of, weight_name
 
 aten = torch.ops.aten
 
@@ -41,6 +41,19 @@ class Operand:
     node: Node
     axes: tuple[int, ...]
 
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return (self.node,)
+
+    def sizes(self) -> list[Any]:
+        """The (symbolic) sizes of the operand's axes."""
+        shape = shape_of(self.node) or ()
+        return [shape[axis] for axis in self.axes]
+
+    def to_nodes(self, value: Tensor) -> dict[Node, Tensor]:
+        """The value of every node that holds the operand."""
+        return {self.node: self.to_node(value)}
+
     def from_node(self, value: Tensor) -> Tensor:
         """The operand, from the node's value."""
         rest = [axis for axis in range(value.dim()) if axis not in self.axes]
@@ -65,6 +78,49 @@ class Operand:
         for _ in rest:
             node = rewriter.call(aten.squeeze.dim, node, len(self.axes))
         return node
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An operand that lies in several nodes: part after part along its `axis`."""
+
+    parts: tuple[Operand, ...]
+    axis: int
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(part.node for part in self.parts)
+
+    @property
+    def axes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(part.axes for part in self.parts)
+
+    def sizes(self) -> list[Any]:
+        """The sizes of the whole operand."""
+        whole = self.parts[0].sizes()
+        whole[self.axis] = sum(part.sizes()[self.axis] for part in self.parts)
+        return whole
+
+    def to_nodes(self, value: Tensor) -> dict[Node, Tensor]:
+        """The value of every part's node."""
+        widths = [part.sizes()[self.axis] for part in self.parts]
+        split = value.split(widths, dim=self.axis)
+        pairs = zip(self.parts, split, strict=True)
+        return {part.node: part.to_node(piece) for part, piece in pairs}
+
+    def emit(self, rewriter: Rewriter) -> Node:
+        """Nodes that join the parts; constant parts make one derived weight."""
+        names = [weight_name(part.node) for part in self.parts]
+        if None in names:
+            parts = [part.emit(rewriter) for part in self.parts]
+            return rewriter.call(aten.cat.default, parts, self.axis)
+        first = self.parts[0]
+        whole = rewriter.derived_weight(
+            f"{str(names[0]).removesuffix('.weight')}.joined",
+            {"transform": "concat", "inputs": names, "axis": first.axes[self.axis]},
+            self.nodes,
+        )
+        return Operand(whole, first.axes).emit(rewriter)
 
 
 def sources(node: Node) -> Iterator[Node]:

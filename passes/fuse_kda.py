@@ -12,15 +12,17 @@ Before, decode:                                          After:
 
 A site is found from the convolution's state: the reads of `conv_state` that lead to a write of a recurrent
 state. Trials prove the maths, the zero state of a sequence that starts, and both states afterwards; each
-state is written exactly once. In decode the projections must be products of one input; their weights are
-joined at compile time.
+state is written exactly once. q, k and v may have one convolution or one each: three filters become one derived
+weight. In decode the projections must be products of one input; their weights are joined at compile time.
 
 Left alone: a state that someone else reads or writes in between; an intermediate with another user; projections of
-different inputs, or with a bias; a gate that is neither softplus nor bounded; an inner norm with another eps.
+different inputs, or with a bias; a gate that is neither softplus nor bounded; an inner norm with another eps; histories
+of q, k and v that are inputs of their own, because the op has one and a graph keeps its inputs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,13 +33,12 @@ from torch.fx import Node
 
 from hybridge.ir import region as regions
 from hybridge.ir.batch import FIRST_BATCH, Batch, batch_shape, batches, bind_sizes
-from hybridge.ir.effects import op_name, written_arguments
+from hybridge.ir.effects import op_name
 from hybridge.ir.evaluate import Sizes
-from hybridge.ir.layout import Operand, operands
+from hybridge.ir.layout import Joined, Operand, operands
 from hybridge.ir.pass_base import ModelShape, Pass, PassContext, Refusal, Rewriter, Site
 from hybridge.ir.pattern import (
     Leaves,
-    Projection,
     assignments,
     constants,
     guards,
@@ -57,6 +58,7 @@ from hybridge.ir.signature import (
     weight_name,
 )
 from hybridge.ops.registry import vocabulary
+from hybridge.passes.kda_sites import Found, kda_sites, needed_by
 
 _TABLES = (QUERY_START, CONTEXT_LEN, STATE_SLOT)
 # The recurrence multiplies rounding errors; what a wrong gate, eps or tap changes is far larger.
@@ -64,27 +66,11 @@ _TOLERANCE = 5e-5
 
 
 @dataclass(frozen=True)
-class Found:
-    """One layer's states and the nodes around them."""
-
-    conv_state: Node
-    state: Node
-    reads: tuple[Node, ...]
-    writes: tuple[Node, ...]
-    end: Node
-    output: Projection | None
-
-    @property
-    def decode(self) -> bool:
-        return self.output is not None
-
-
-@dataclass(frozen=True)
 class Roles:
     """Which node is what. `norm_eps` is None where the region has no output norm."""
 
     found: Found
-    operands: Mapping[str, Operand]
+    operands: Mapping[str, Operand | Joined]
     lower_bound: float | None
     norm_eps: float | None
 
@@ -99,11 +85,8 @@ class FuseKda(Pass):
 
     def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
         decided = MetadataOnly(context)
-        states = [node for node in context.graph.nodes if node.op == "placeholder"]
-        for conv_state in states:
-            found = _find(conv_state, context)
-            if found is not None:
-                yield _site(context, found, decided)
+        for found in list(kda_sites(context)):
+            yield found if isinstance(found, Refusal) else _site(context, found, decided)
 
     def check(self, site: Site, context: PassContext) -> Refusal | None:
         roles, verdict = site.detail
@@ -121,37 +104,6 @@ class FuseKda(Pass):
         if roles.found.decode:
             return {site.region.outputs[0]: _emit_decode(roles, rewriter)}
         return {roles.found.end: _emit_prefill(roles, rewriter)}
-
-
-def _find(conv_state: Node, context: PassContext) -> Found | None:
-    """The layer that a [slots, 3P, taps - 1] state belongs to."""
-    shape = shape_of(conv_state)
-    if shape is None or len(shape) != 3 or is_weight(conv_state):
-        return None
-    reads = [user for user in conv_state.users if not written_arguments(user)]
-    kept = [user for user in conv_state.users if op_name(user) == "hybridge::state_write"]
-    if not reads or not kept:
-        return None
-    for node in regions.forward(reads, limit=200):
-        for state in written_arguments(node):
-            wide = shape_of(state)
-            if state.op == "placeholder" and wide is not None and len(wide) == 4:
-                return _around(conv_state, state, reads, [*kept, node])
-    return None
-
-
-def _around(
-    conv_state: Node, state: Node, reads: Sequence[Node], writes: Sequence[Node]
-) -> Found | None:
-    recurrence = writes[-1]
-    if op_name(recurrence) == "hybridge::kda_recurrence":
-        return Found(conv_state, state, tuple(reads), tuple(writes), recurrence, None)
-    more = [user for user in state.users if not written_arguments(user)]
-    for node in regions.forward([*reads, *more], limit=200):
-        output = projection(node)
-        if output is not None:
-            return Found(conv_state, state, (*reads, *more), tuple(writes), output.x, output)
-    return None
 
 
 def _site(context: PassContext, found: Found, decided: MetadataOnly) -> Site | Refusal:
@@ -209,32 +161,58 @@ def _bounds(nodes: Sequence[Node]) -> list[float | None]:
     return [*found, None]
 
 
-def _assignments(found: Found, origins: Leaves) -> Iterator[dict[str, Operand]]:
+_PARTS = ("q", "k", "v")
+
+
+def _assignments(found: Found, origins: Leaves) -> Iterator[dict[str, Operand | Joined]]:
     """Ways to see the leaves as the op's operands, by shape."""
     slots_state, slots_conv = shape_of(found.state) or (), shape_of(found.conv_state) or ()
     heads, key_dim, value_dim = slots_state[1:]
     projected, taps = slots_conv[1], slots_conv[2] + 1
     tokens = (shape_of(found.end) or ())[0]
     activations = {
-        "qkv": lambda node: operands(node, (tokens, projected)),
         "gate": lambda node: operands(node, (tokens, heads * key_dim)),
         "beta": lambda node: operands(node, (tokens, heads)),
     }
     weights = {
-        "conv_weight": lambda node: operands(node, (projected, taps)),
         "a_log": lambda node: operands(node, (heads,)),
-        "dt_bias": lambda node: _flat(node, heads * key_dim),
+        "dt_bias": lambda node: operands(node, (heads * key_dim,)),
     }
     if found.decode:
         activations["output_gate"] = lambda node: operands(node, (tokens, heads * value_dim))
         weights["norm_weight"] = lambda node: operands(node, (value_dim,))
-    for first in assignments(activations, origins.activations):
-        for second in assignments(weights, origins.weights):
-            yield {**first, **second}
+    convolved = needed_by(found.conv_writes, origins.activations)
+    rest = [node for node in origins.activations if node not in convolved]
+    whole = projected * taps
+    filters = [
+        node for node in origins.weights if _has_elements(node, (whole, whole // len(_PARTS)))
+    ]
+    others = [node for node in origins.weights if node not in filters]
+    for qkv in _whole_or_parts(convolved, (tokens, projected), axis=1):
+        for conv_weight in _whole_or_parts(filters, (projected, taps), axis=0):
+            for first in assignments(activations, rest):
+                for second in assignments(weights, others):
+                    yield {"qkv": qkv, **first, "conv_weight": conv_weight, **second}
 
 
-def _flat(node: Node, size: int) -> Iterator[Operand]:
-    return (operand for operand in operands(node, (size,)))
+def _has_elements(weight: Node, counts: Sequence[int]) -> bool:
+    return math.prod(shape_of(weight) or ()) in counts
+
+
+def _whole_or_parts(
+    nodes: Sequence[Node], sizes: Sequence[Any], axis: int
+) -> Iterator[Operand | Joined]:
+    """One node that is the operand, or three that are its q, k and v in some order."""
+    if len(nodes) == 1:
+        yield from operands(nodes[0], sizes)
+    third = [*sizes]
+    third[axis] //= len(_PARTS)
+    roles = {part: lambda node: operands(node, third) for part in _PARTS}
+    for chosen in assignments(roles, nodes):
+        parts = tuple(chosen[part] for part in _PARTS)
+        alike = all(part.axes == parts[0].axes for part in parts)
+        if alike and all(map(is_weight, nodes)) == all(is_weight(part.node) for part in parts):
+            yield Joined(parts, axis)
 
 
 def _prove(context: PassContext, roles: Roles) -> Verdict:
@@ -242,7 +220,7 @@ def _prove(context: PassContext, roles: Roles) -> Verdict:
     found = roles.found
     inputs = metadata(context.graph)
     names = sorted(roles.operands)
-    given = [roles.operands[name].node for name in names]
+    given = [node for name in names for node in roles.operands[name].nodes]
     given += [found.conv_state, found.state, *inputs.values()]
     axes = [roles.operands[name].axes for name in names]
     label = f"kda {found.decode} {roles.lower_bound!r} {roles.norm_eps!r} {names} {axes}"
@@ -257,11 +235,22 @@ def _prove(context: PassContext, roles: Roles) -> Verdict:
     )
 
 
-# (rule, size of the projections, size of the gate)
+@dataclass(frozen=True)
+class _Sizes:
+    """How large a trial's numbers are: q and k, v and the recurrent state, and the gates."""
+
+    rule: str
+    keys: float = 1.0
+    values: float = 1.0
+    gates: float = 1.0
+
+
 _VARIANTS = (
-    ("convolution, norms, gates and delta rule as in the definition", 1.0, 1.0),
-    ("1e-6 is added inside the root of the L2 norms, and eps inside the output norm's", 2e-3, 1.0),
-    ("gates far from zero", 1.0, 12.0),
+    _Sizes("convolution, norms, gates and delta rule as in the definition"),
+    # Values stay large, so that a wrong length shows in full.
+    _Sizes("1e-6 is added inside the root of the L2 norms", keys=1e-3),
+    _Sizes("eps is added inside the root of the output norm", values=3e-3),
+    _Sizes("gates far from zero", gates=12.0),
 )
 
 
@@ -270,35 +259,44 @@ def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]
     shape = batch_shape(context.graph, context.phase == DECODE, state=found.state)
     for batch in batches(shape):
         # What the numbers are does not depend on the batch: the first one shows it.
-        for rule, magnitude, gate in _VARIANTS[: None if batch.name == FIRST_BATCH else 1]:
+        for drawn in _VARIANTS[: None if batch.name == FIRST_BATCH else 1]:
             sizes = Sizes()
             given: dict[Node, Tensor] = bind_sizes(context.graph, batch, sizes)
             tokens, slots = (shape_of(found.end) or ())[0], (shape_of(found.state) or ())[0]
             if not sizes.bind(tokens, batch.tokens) or not sizes.bind(slots, batch.slots):
                 continue
-            values = _draw(roles, sizes, magnitude, gate)
+            values = _draw(roles, sizes, drawn)
+            history, memory = (sizes.shape(node) for node in (found.conv_state, found.state))
             states = {
-                found.conv_state: torch.randn(sizes.shape(found.conv_state)) * magnitude,
-                found.state: torch.randn(sizes.shape(found.state)) * 0.5,
+                found.conv_state: torch.randn(history) * _channels(history[1], drawn)[:, None],
+                found.state: torch.randn(memory) * 0.5 * drawn.values,
             }
             for name, operand in roles.operands.items():
-                given[operand.node] = operand.to_node(values[name])
+                given |= operand.to_nodes(values[name])
             given |= {node: value.clone() for node, value in states.items()}
             expected = _expected(roles, batch, values, states)
             where = "" if batch.name == FIRST_BATCH else f" on a batch with {batch.name}"
             rows = _active_rows(batch)
-            yield Trial(rule + where, given, [expected], rows, states), sizes
+            yield Trial(drawn.rule + where, given, [expected], rows, states), sizes
 
 
-def _draw(roles: Roles, sizes: Sizes, magnitude: float, gate: float) -> dict[str, Tensor]:
+def _channels(count: int, drawn: _Sizes) -> Tensor:
+    """[3P]: the size of each channel of q, k and v."""
+    third = count // len(_PARTS)
+    return torch.tensor([drawn.keys] * (2 * third) + [drawn.values] * third)
+
+
+def _draw(roles: Roles, sizes: Sizes, drawn: _Sizes) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
     torch.manual_seed(5)
-    sized = {"qkv": magnitude, "gate": gate, "beta": gate, "output_gate": gate}
     values = {}
     for name, operand in roles.operands.items():
-        shape = sizes.shape(operand.node)
-        wanted = [shape[axis] for axis in operand.axes]
-        values[name] = torch.randn(wanted, generator=generator) * sized.get(name, 1.0)
+        wanted = [sizes.of(size) for size in operand.sizes()]
+        values[name] = torch.randn(wanted, generator=generator)
+        if name == "qkv":
+            values[name] *= _channels(wanted[1], drawn)
+        elif name in ("gate", "beta", "output_gate"):
+            values[name] *= drawn.gates
     return values
 
 
@@ -354,9 +352,9 @@ class Layer:
 def _projections(roles: Roles) -> Layer | Refusal:
     """The layer's input and weights, or why they cannot be one product."""
     anchor = roles.found.writes[-1].name
-    qkv = joined_projections(roles.operands["qkv"].node)
+    qkv = [each for node in roles.operands["qkv"].nodes for each in joined_projections(node)]
     gate, beta, output = (
-        projection(roles.operands[name].node) for name in ("gate", "beta", "output_gate")
+        projection(roles.operands[name].nodes[0]) for name in ("gate", "beta", "output_gate")
     )
     if not qkv or gate is None or beta is None or output is None:
         return Refusal(

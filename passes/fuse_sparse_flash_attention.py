@@ -39,7 +39,7 @@ from hybridge.ir.batch import (
 )
 from hybridge.ir.effects import op_name
 from hybridge.ir.evaluate import Sizes
-from hybridge.ir.layout import Operand, operands, sources
+from hybridge.ir.layout import Operand, sources
 from hybridge.ir.pass_base import (
     ModelShape,
     Pass,
@@ -57,12 +57,12 @@ from hybridge.ir.signature import (
     QUERY_START,
     dtype_of,
     is_integer,
-    is_weight,
     metadata,
     shape_of,
 )
 from hybridge.ops.registry import vocabulary
 from hybridge.ops.sequences import sequence_rows
+from hybridge.passes.attention_forms import Absorbed, Drawn, Expanded, forms
 from hybridge.passes.fuse_lightning_indexer import indexed_positions
 from hybridge.passes.paged_reads import CacheRead, cache_reads, cache_values, real_rows
 
@@ -89,13 +89,12 @@ class Roles:
     """
 
     cache: Node
-    query: Operand
+    form: Absorbed | Expanded
     positions: Node | None
     indexed: bool
     end: Node
     end_view: Operand
     scale: float
-    value_dim: int
 
     @property
     def op(self) -> str:
@@ -130,13 +129,14 @@ class FuseSparseFlashAttention(Pass):
         chosen = [] if roles.positions is None else [_as_int32(roles.positions, rewriter)]
         result = rewriter.call(
             vocabulary[roles.op].overload,
-            roles.query.emit(rewriter),
+            roles.form.emit(rewriter),
             roles.cache,
             *chosen,
             *tables,
             scale=roles.scale,
-            value_dim=roles.value_dim,
+            value_dim=roles.form.value_dim,
         )
+        result = roles.form.emit_result(result, rewriter)
         return {roles.end: _as_end(result, roles, rewriter)}
 
 
@@ -147,7 +147,7 @@ def _as_int32(positions: Node, rewriter: Rewriter) -> Node:
 
 
 def _as_end(result: Node, roles: Roles, rewriter: Rewriter) -> Node:
-    """Give the op's [T, H, value_dim] the axes of the region's own result."""
+    """Give a [T, H, width] result the axes of the region's own result."""
     shape = shape_of(roles.end) or ()
     axes = roles.end_view.axes
     rest = [axis for axis in range(len(shape)) if axis not in axes]
@@ -184,23 +184,22 @@ def _site(
             "attention operands",
             f"between {read.reads[0].name} and the value product after {read.anchor.name} there is not one query "
             "[T, H, D] beside the rows of the cache",
-            "score rows as scale * (query . row) with the absorbed query",
+            "score rows as scale * (query . row) with the absorbed query, or keys and values made from the rows by "
+            "one kv_b weight (or one each for keys and values)",
         )
     region = regions.between(read.reads, [best[0].end], context.effects)
     return Site(read.anchor, region, {}, {}, best)
 
 
 def _ends(read: CacheRead) -> list[Node]:
-    """[T, H, V] tensors after the softmax, nearest first; V is narrower than a row."""
-    cache_shape = shape_of(read.cache) or ()
+    """Floating tensors after the softmax that may be [T, H, width], nearest first."""
     found = []
     for node in regions.forward([read.anchor], limit=24):
         shape = shape_of(node)
         if shape is None or is_integer(node):
             continue
         wide = [size for size in shape if not same_size(size, 1)]
-        narrow = [size for size in shape if isinstance(size, int) and size <= cache_shape[3]]
-        if 1 <= len(wide) <= 3 and narrow:
+        if 1 <= len(wide) <= 3:
             found.append(node)
     return found
 
@@ -221,30 +220,12 @@ def _roles(
             continue
         # A float mask made from positions counts with the integers.
         (integers if _is_selection(node) else floats).append(node)
-    if len(floats) != 1 or is_weight(floats[0]):
-        return
-    cache_shape = shape_of(read.cache) or ()
-    for query in operands(floats[0], (None, None, cache_shape[3])):
-        tokens, heads = ((shape_of(query.node) or ())[axis] for axis in query.axes[:2])
-        if not isinstance(heads, int):
-            continue
-        for view in _end_views(end, tokens, heads, cache_shape[3]):
-            for positions in _positions(integers, tokens, decided, indexed):
-                known = positions is not None and any(n in indexed for n in _casts(positions))
-                for scale in _scales(region, read.anchor):
-                    value_dim = (shape_of(end) or ())[view.axes[2]]
-                    yield Roles(read.cache, query, positions, known, end, view, scale, value_dim)
-
-
-def _end_views(end: Node, tokens: object, heads: object, row: int) -> Iterator[Operand]:
-    """Ways to see the end as [T, H, value_dim], a value being a part of a row."""
-    shape = shape_of(end) or ()
-    for view in operands(end, (tokens, heads, None)):
-        if view.node is not end:
-            continue
-        size = shape[view.axes[2]]
-        if isinstance(size, int) and size <= row:
-            yield view
+    row = (shape_of(read.cache) or ())[3]
+    for form, view in forms(floats, end, row):
+        for positions in _positions(integers, form.tokens, decided, indexed):
+            known = positions is not None and any(n in indexed for n in _casts(positions))
+            for scale in _scales(region, read.anchor):
+                yield Roles(read.cache, form, positions, known, end, view, scale)
 
 
 def _is_selection(node: Node) -> bool:
@@ -331,12 +312,12 @@ def _factors(node: Node) -> list[float]:
 def _prove(context: PassContext, roles: Roles) -> Verdict:
     """Whether the region up to `roles.end` is the op on every kind of batch."""
     inputs = metadata(context.graph)
-    given = [roles.query.node, roles.cache, *inputs.values()]
+    given = [*roles.form.nodes, roles.cache, *inputs.values()]
     if roles.positions is not None:
         given.insert(0, roles.positions)
     label = (
-        f"{roles.op} {roles.scale!r} {roles.value_dim} {roles.query.axes} {roles.end_view.axes} "
-        f"{roles.indexed}"
+        f"{roles.op} {roles.scale!r} {roles.form.value_dim} {roles.form.label} "
+        f"{roles.end_view.axes} {roles.indexed}"
     )
     return prove(
         context,
@@ -356,16 +337,14 @@ def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]
         for rule, magnitude, selection in _variants(batch, roles):
             sizes = Sizes()
             given: dict[Node, Tensor] = bind_sizes(context.graph, batch, sizes)
-            query_node = shape_of(roles.query.node) or ()
-            tokens, heads, width = (query_node[axis] for axis in roles.query.axes)
-            blocks = (shape_of(roles.cache) or ())[0]
-            if not sizes.bind(tokens, batch.tokens) or not sizes.bind(blocks, batch.blocks):
+            blocks, *_, row = shape_of(roles.cache) or ()
+            fits = sizes.bind(roles.form.tokens, batch.tokens)
+            if not fits or not sizes.bind(blocks, batch.blocks):
                 continue
             generator = torch.Generator().manual_seed(len(rule))
-            query = torch.randn(batch.tokens, sizes.of(heads), width, generator=generator)
-            query = query * magnitude / (roles.scale * width**0.5)
-            rows = cache_values(batch, width, 1, whole=False)
-            arguments = [query, rows]
+            drawn = roles.form.draw(batch.tokens, row, magnitude / roles.scale, generator)
+            rows = cache_values(batch, row, 1, whole=False)
+            arguments = [drawn.query, rows]
             if roles.positions is not None:
                 positions = _choose(batch, kept, selection)
                 given[roles.positions] = positions.to(dtype_of(roles.positions))
@@ -375,14 +354,15 @@ def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]
                 *arguments,
                 *(tables[name] for name in _TABLES),
                 scale=roles.scale,
-                value_dim=roles.value_dim,
+                value_dim=roles.form.value_dim,
             )
-            given[roles.query.node] = roles.query.to_node(query)
+            given |= drawn.given
             given[roles.cache] = rows.clone()
             chosen = given[roles.positions] if roles.positions is not None else None
-            drawn = _Drawn(query, rows, chosen, batch, roles)
+            guesses = _Guesses(drawn, rows, chosen, batch, roles)
             counted = _counted(batch, roles, given)
-            yield Trial(rule, given, [expected], counted, suspects=drawn.suspects), sizes
+            outputs = [drawn.finish(expected)]
+            yield Trial(rule, given, outputs, counted, suspects=guesses.suspects), sizes
 
 
 # What is often wrong with attention: (the rule, what the mistake changes).
@@ -395,10 +375,10 @@ _MISTAKES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _Guesses:
     """The values of a trial, for telling which mistake a failing region makes."""
 
-    query: Tensor
+    drawn: Drawn
     rows: Tensor
     positions: Tensor | None
     batch: Batch
@@ -406,13 +386,14 @@ class _Drawn:
 
     def suspects(self) -> Iterator[tuple[str, list[Tensor]]]:
         for rule, change in _MISTAKES:
-            yield rule, [self._attend(**change)]
+            yield rule, [self.drawn.finish(self._attend(**change))]
 
     def _attend(
         self, reach: int = 1, scale: float | None = None, everything: bool = False
     ) -> Tensor:
         used = self.roles.scale if scale is None else scale
-        result = self.query.new_zeros(*self.query.shape[:2], self.roles.value_dim)
+        query, width = self.drawn.query, self.roles.form.value_dim
+        result = query.new_zeros(*query.shape[:2], width)
         table = self.batch.tables()
         for token in range(self.batch.real_tokens):
             row = self.batch.sequence_of(token)
@@ -423,8 +404,8 @@ class _Drawn:
             else:
                 chosen = self.positions[token]
                 rows = rows[chosen[chosen >= 0].long()]
-            weights = torch.softmax(used * (self.query[token] @ rows.T), dim=-1)
-            result[token] = weights @ rows[:, : self.roles.value_dim]
+            weights = torch.softmax(used * (query[token] @ rows.T), dim=-1)
+            result[token] = weights @ rows[:, :width]
         return result
 
 

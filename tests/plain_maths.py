@@ -250,13 +250,15 @@ class PlainAttention(nn.Module):
 
 
 def attention_inputs(
-    phase: str, sparse: bool = True, seed: int = 0, padding: int = 2
+    phase: str, sparse: bool = True, seed: int = 0, padding: int = 2, expanded: bool = False
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     example = batch(phase, padding)
     width = LATENT + ROPE
     inputs = {
-        "query": torch.randn(example.tokens, HEADS, width, generator=generator),
+        "query": torch.randn(
+            example.tokens, HEADS, NOPE + ROPE if expanded else width, generator=generator
+        ),
         "latent_cache": torch.randn(example.blocks, BLOCK, 1, width, generator=generator),
         **metadata(phase, "query_start", "context_len", "block_table", padding=padding),
     }
@@ -267,6 +269,87 @@ def attention_inputs(
             chosen[token, :count] = torch.arange(count)
         inputs["positions"] = chosen
     return inputs
+
+
+NOPE, VALUE = 5, 3
+
+
+class ExpandedAttention(nn.Module):
+    """MLA as ordinary attention: keys and values of every head made from the latent rows.
+
+    Args:
+        form: "one weight" (kv_b, a head's keys before its values), "keys first" (all keys, then all values), "two
+            weights", "parts" (query and scores in two parts), "sdpa".
+    """
+
+    def __init__(
+        self, phase: str, sparse: bool = True, form: str = "one weight", mistake: str = ""
+    ) -> None:
+        super().__init__()
+        self.phase, self.sparse, self.form, self.mistake = phase, sparse, form, mistake
+        if form == "two weights":
+            self.key = nn.Parameter(torch.randn(HEADS * NOPE, LATENT))
+            self.value = nn.Parameter(torch.randn(HEADS, VALUE, LATENT))
+        else:
+            self.kv_b = nn.Parameter(torch.randn(HEADS * (NOPE + VALUE), LATENT))
+
+    def forward(
+        self,
+        query: Tensor,
+        latent_cache: Tensor,
+        query_start: Tensor,
+        context_len: Tensor,
+        block_table: Tensor,
+        positions: Tensor | None = None,
+    ) -> Any:
+        row, position = positions_of(self.phase, query.shape[0], query_start, context_len)
+        if positions is None:
+            column = torch.arange(block_table.shape[1] * BLOCK).unsqueeze(0)
+            shown = column <= position.unsqueeze(1)
+        else:
+            column, shown = positions.clamp(min=0).long(), positions >= 0
+        place = block_table.long()[row.unsqueeze(1), column // BLOCK] * BLOCK + column % BLOCK
+        rows = latent_cache.view(-1, LATENT + ROPE)[place]
+        keys, values = self._expand(rows[..., :LATENT])
+        rope = rows[..., LATENT:]
+        if self.mistake == "expanded rope":
+            rope = rope * 2
+        return self._attend(query, keys, values, rope, shown)
+
+    def _expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, S, latent] -> keys [T, S, H, nope] and values [T, S, H, value]."""
+        if self.form == "two weights":
+            keys = (latent @ self.key.T).unflatten(-1, (HEADS, NOPE))
+            return keys, torch.einsum("tsc,hvc->tshv", latent, self.value)
+        both = torch.nn.functional.linear(latent, self.kv_b)
+        if self.mistake == "squared keys":
+            both = both * both
+        if self.form == "keys first":
+            keys, values = both.split([HEADS * NOPE, HEADS * VALUE], dim=-1)
+            return keys.unflatten(-1, (HEADS, NOPE)), values.unflatten(-1, (HEADS, VALUE))
+        keys, values = both.unflatten(-1, (HEADS, NOPE + VALUE)).split([NOPE, VALUE], dim=-1)
+        return keys, values
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, rope: Tensor, shown: Tensor
+    ) -> Any:
+        if self.form != "parts":
+            shared = rope.unsqueeze(2).expand(-1, -1, HEADS, -1)
+            whole = torch.cat([keys, shared], dim=-1).transpose(1, 2)
+        if self.form == "sdpa":
+            return torch.nn.functional.scaled_dot_product_attention(
+                query.unsqueeze(2), whole, values.transpose(1, 2), attn_mask=shown[:, None, None]
+            ).squeeze(2)
+        if self.form == "parts":
+            plain, turned = query.split([NOPE, ROPE], dim=-1)
+            scores = torch.einsum("thn,tshn->ths", plain, keys)
+            scores = (scores + torch.einsum("thr,tsr->ths", turned, rope)) * 0.3
+        else:
+            scores = 0.3 * torch.einsum("thd,thsd->ths", query, whole)
+        scores = scores.masked_fill(~shown.unsqueeze(1), float("-inf"))
+        weights = torch.softmax(scores, dim=-1)
+        out = torch.einsum("ths,tshv->thv", weights, values)
+        return (out, keys.sum()) if self.mistake == "shared keys" else out
 
 
 class PlainMix(nn.Module):

@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx import GraphModule
 
+from hybridge.ir.derived import materialise
 from hybridge.ir.pass_base import PassResult
 from hybridge.ir.signature import PHASES
 from hybridge.passes.fuse_sparse_flash_attention import FuseSparseFlashAttention
 from plain_maths import (
+    HEADS,
     LATENT,
+    NOPE,
     ROPE,
+    VALUE,
+    ExpandedAttention,
     PlainAttention,
     apply,
     attention_inputs,
@@ -102,3 +108,55 @@ def test_refuses_a_paged_write_between_read_and_result(sparse: bool) -> None:
     assert "paged_write" in refusal.reason
     assert "latent_cache" in refusal.reason
     assert calls(gm) == ["paged_write"]
+
+
+FORMS = ("one weight", "keys first", "two weights", "parts", "sdpa")
+
+
+def fuse_expanded(phase: str, sparse: bool, **options: str) -> tuple[PassResult, GraphModule]:
+    inputs = attention_inputs(phase, sparse, expanded=True)
+    gm = export(ExpandedAttention(phase, sparse, **options), phase, inputs)
+    return apply(FuseSparseFlashAttention(), gm, phase), gm
+
+
+@pytest.mark.parametrize(
+    ("phase", "sparse"), [("prefill", True), ("decode", False), ("decode", True)]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_expanded_keys_and_values_are_absorbed(phase: str, sparse: bool, form: str) -> None:
+    inputs = attention_inputs(phase, sparse, expanded=True)
+    gm = export(ExpandedAttention(phase, sparse, form), phase, inputs)
+    before = evaluate(gm, inputs)
+    result = apply(FuseSparseFlashAttention(), gm, phase)
+    assert not result.refusals, result.refusals
+    assert calls(gm) == ["sparse_flash_attention" if sparse else "mla_attention"]
+    (node,) = [each for each in gm.graph.nodes if "attention" in str(each.target)]
+    assert node.kwargs["value_dim"] == LATENT
+    rows = batch(phase).real_tokens
+    for old, new in zip(before, evaluate(gm, inputs), strict=True):
+        torch.testing.assert_close(new[:rows], old[:rows], rtol=1e-4, atol=1e-5)
+    assert not apply(FuseSparseFlashAttention(), gm, phase).modified
+
+
+def test_the_absorbed_weights_are_derived_with_their_origin() -> None:
+    _, gm = fuse_expanded("decode", True)
+    recipes, values = gm.meta["derived_weights"], gm.meta["values"]
+    assert set(recipes) == {"kv_b.heads", "kv_b.key_up", "kv_b.value_up"}
+    heads = values["kv_b"].reshape(HEADS, NOPE + VALUE, LATENT)
+    for name, expected in (("key_up", heads[:, :NOPE]), ("value_up", heads[:, NOPE:])):
+        made = materialise(f"kv_b.{name}", recipes, values.__getitem__)
+        assert torch.equal(made, expected)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "rule"),
+    [
+        ("squared keys", "out is softmax(scale * query . rows) rows"),
+        ("expanded rope", "out is softmax(scale * query . rows) rows"),
+        ("shared keys", "shared intermediate"),
+    ],
+)
+def test_refuses_another_expansion(mistake: str, rule: str) -> None:
+    result, _ = fuse_expanded("decode", True, mistake=mistake)
+    assert not result.matches
+    assert [refusal.rule for refusal in result.refusals] == [rule]
