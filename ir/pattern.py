@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from hybridge.ir.effects import op_name
 from hybridge.ir.layout import Operand
-from hybridge.ir.pass_base import same_size
-from hybridge.ir.signature import is_weight, shape_of
+from hybridge.ir.pass_base import Refusal, same_shape, same_size
+from hybridge.ir.signature import dtype_of, is_weight, shape_of
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,54 @@ def assignments(
                     yield {names[place]: operand, **tail}
 
     yield from extend(0, list(nodes))
+
+
+def leaves_of(end: Node, steps: Collection[str], stop: Collection[Node] = ()) -> Leafage:
+    """Walk back from `end` through ops of the given names: what was passed, and where the walk ended.
+
+    Args:
+        end: counted as passed, whatever its op.
+        steps: names of the ops to pass (`aten::mul`).
+        stop: nodes to end at, even where their op is one to pass.
+    """
+    inside, found = {end}, set()
+    pending = [end]
+    while pending:
+        for node in pending.pop().all_input_nodes:
+            if node in inside:
+                continue
+            if op_name(node) in steps and node not in stop:
+                inside.add(node)
+                pending.append(node)
+            else:
+                found.add(node)
+    return Leafage(tuple(sorted(inside)), tuple(sorted(found)))
+
+
+@dataclass(frozen=True)
+class Leafage:
+    """The nodes of an expression, and what they are made from; both in program order."""
+
+    inside: tuple[Node, ...]
+    leaves: tuple[Node, ...]
+
+
+def promotion(anchor: Node, x: Node, end: Node) -> Refusal | None:
+    """Why an op whose result has its input's dtype cannot stand for `end`, or None (vllm 48324)."""
+    if dtype_of(x) == dtype_of(end):
+        return None
+    return Refusal(
+        anchor.name,
+        "dtype promotion",
+        f"{x.name} is {dtype_of(x)}, {end.name} is {dtype_of(end)}",
+        f"cast the result to {dtype_of(x)}, or the input to {dtype_of(end)}",
+    )
+
+
+def is_like(node: Node, x: Node) -> bool:
+    """Whether two tensors have the same symbolic shape."""
+    left, right = shape_of(node), shape_of(x)
+    return left is not None and right is not None and same_shape(left, right)
 
 
 def constants(nodes: Iterable[Node]) -> list[float]:

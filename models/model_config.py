@@ -210,6 +210,10 @@ class ModelConfig:
         """Indices of the layers with routed experts."""
         return tuple(i for i in range(self.num_layers) if self.is_moe_layer(i))
 
+    def has_mlp(self, layer: int) -> bool:
+        """Whether the layer has a gated MLP: a dense layer, or shared experts."""
+        return not self.is_moe_layer(layer) or self.moe.num_shared > 0
+
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer has routed experts rather than a dense MLP."""
         return layer >= self.moe.first_dense and layer % self.moe.layer_freq == 0

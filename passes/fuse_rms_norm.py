@@ -1,9 +1,10 @@
-"""Fuse a decomposed RMS norm.
+"""Fuse an RMS norm, decomposed or whole.
 
 Before:                                                  After:
     y = x * rsqrt(mean(x^2, -1) + eps) * weight              y = rms_norm(x, weight, eps=…)
 
-A site is found from its reciprocal root. Trials prove it on ordinary and on tiny values, where eps decides.
+A site is found from its root, or from torch's own rms_norm. Trials prove it on ordinary and on tiny values, where eps
+decides.
 
 Left alone: a norm whose result has another dtype than its input (a bf16 input times an fp32 weight: the op would round,
 vllm 48324); a root that someone else reads; a norm over another axis; L2 norms, which have no weight.
@@ -11,7 +12,7 @@ vllm 48324); a root that someone else reads; a norm over another axis; L2 norms,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ from torch.fx import Node
 from hybridge.ir import region as regions
 from hybridge.ir.effects import op_name
 from hybridge.ir.evaluate import Sizes
+from hybridge.ir.layout import MOVEMENT
 from hybridge.ir.pass_base import (
     ModelShape,
     Pass,
@@ -29,23 +31,23 @@ from hybridge.ir.pass_base import (
     Refusal,
     Rewriter,
     Site,
-    same_shape,
 )
-from hybridge.ir.pattern import guards
+from hybridge.ir.pattern import guards, is_like, promotion
 from hybridge.ir.proof import Trial, Verdict, prove
 from hybridge.ir.signature import dtype_of, is_weight, shape_of
 from hybridge.ops.registry import vocabulary
 
-_ROOTS = ("aten::rsqrt", "aten::sqrt", "aten::pow")
-_STATISTIC = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("add", "mul", "div", "to"),
-        *("mean", "sum", "square", "pow", "sqrt", "rsqrt", "reciprocal"),
-    )
+_WHOLE = "aten::rms_norm"
+_ROOTS = (_WHOLE, "aten::rsqrt", "aten::sqrt", "aten::pow")
+# What turns x into its mean square: sums come first, seen from the root.
+_SUMS = ("aten::mean", "aten::sum", "aten::einsum", "aten::linalg_vector_norm", _WHOLE)
+_STATISTIC = MOVEMENT.union(
+    _SUMS,
+    (f"aten::{name}" for name in ("add", "mul", "div", "to", "square", "pow")),
+    (f"aten::{name}" for name in ("sqrt", "rsqrt", "reciprocal", "clamp", "clamp_min")),
 )
 _SIZE = 3
-_LARGEST = 12
+_LARGEST = 16
 _TOLERANCE = 1e-5
 # One unit of bf16: the product may be rounded in another order.
 _NARROW_TOLERANCE = 2.0**-7
@@ -82,14 +84,7 @@ class FuseRmsNorm(Pass):
         if not verdict.holds:
             refusal: Refusal = verdict.refusal(site.anchor, "rms_norm")
             return refusal
-        if dtype_of(roles.x) != dtype_of(roles.end):
-            return Refusal(
-                site.anchor.name,
-                "dtype promotion",
-                f"{roles.x.name} is {dtype_of(roles.x)}, {roles.end.name} is {dtype_of(roles.end)}",
-                f"cast the norm's result to {dtype_of(roles.x)}, or its input to {dtype_of(roles.end)}",
-            )
-        return None
+        return promotion(site.anchor, roles.x, roles.end)
 
     def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
         roles: Roles = site.detail[0]
@@ -104,7 +99,7 @@ def _site(context: PassContext, root: Node) -> Site | None:
     """
     best: tuple[Roles, Verdict] | None = None
     for x in _inputs(root):
-        for end in (node for node in regions.forward([root], limit=6) if _is_like(node, x)):
+        for end in (node for node in regions.forward([root], limit=8) if is_like(node, x)):
             found = _roles(context, root, x, end)
             if found is not None and (best is None or _preference(found) > _preference(best)):
                 best = found
@@ -124,19 +119,20 @@ def _inputs(root: Node) -> Iterator[Node]:
     """The tensor whose statistic is under the root: where the chain of single inputs starts, or forks."""
     node = root
     means = False
-    for _ in range(8):
-        tensors = [each for each in node.all_input_nodes if shape_of(each) is not None]
+    for _ in range(12):
+        tensors = _activations(node)
         if op_name(node) not in _STATISTIC or len(tensors) != 1:
             break
-        means = means or op_name(node) in ("aten::mean", "aten::sum")
+        means = means or op_name(node) in _SUMS
         node = tensors[0]
         if means:
             yield node
 
 
-def _is_like(node: Node, x: Node) -> bool:
-    left, right = shape_of(node), shape_of(x)
-    return left is not None and right is not None and same_shape(left, right)
+def _activations(node: Node) -> list[Node]:
+    """The tensors that a node is made from, without torch's own norm's weight."""
+    tensors = [each for each in node.all_input_nodes if shape_of(each) is not None]
+    return tensors[:1] if op_name(node) == _WHOLE else tensors
 
 
 def _roles(context: PassContext, root: Node, x: Node, end: Node) -> tuple[Roles, Verdict] | None:
@@ -154,7 +150,7 @@ def _roles(context: PassContext, root: Node, x: Node, end: Node) -> tuple[Roles,
     if len(region) > _LARGEST or regions.open_input(region) is not None:
         return None
     best: tuple[Roles, Verdict] | None = None
-    for eps in guards(region):
+    for eps in _epsilons(region):
         roles = Roles(x, weight, end, eps)
         verdict = prove(
             context,
@@ -167,6 +163,13 @@ def _roles(context: PassContext, root: Node, x: Node, end: Node) -> tuple[Roles,
         if best is None or verdict.rank > best[1].rank:
             best = (roles, verdict)
     return best
+
+
+def _epsilons(region: Sequence[Node]) -> list[float]:
+    """What may be added in the root; torch's own norm has a default."""
+    whole = [node for node in region if op_name(node) == _WHOLE]
+    default = [torch.finfo(dtype_of(node) or torch.float32).eps for node in whole]
+    return [*guards(region), *default]
 
 
 def _trials(roles: Roles) -> Iterator[tuple[Trial, Sizes]]:

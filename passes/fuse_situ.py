@@ -4,8 +4,9 @@ Before:                                                  After:
     y = beta tanh(g / beta) sigmoid(g)                       y = situ(g, u, beta=…, linear_beta=…)
         * linear_beta tanh(u / linear_beta)
 
-A site is found from a sigmoid and a tanh of the same tensor, which nothing else in these models has. Trials
-prove it near zero, where it is linear, and far out, where each bound shows.
+A site is found from whatever may be its sigmoid or tanh, spelt out or not: an expression of two tensors of one
+shape, with constants to be the bounds. Trials prove it near zero, where it is linear, and far out, where each bound
+shows. What is not proved is a near miss if a tanh and a sigmoid meet in it, which nothing else in these models does.
 
 Left alone: a gate whose sigmoid takes the bounded value; another dtype than the gate's; a factor that someone
 else reads.
@@ -24,13 +25,18 @@ from torch.fx import Node
 from hybridge.ir import region as regions
 from hybridge.ir.effects import op_name
 from hybridge.ir.evaluate import Sizes
-from hybridge.ir.pass_base import Pass, PassContext, Refusal, Rewriter, Site, same_shape
-from hybridge.ir.pattern import constants
+from hybridge.ir.pass_base import ModelShape, Pass, PassContext, Refusal, Rewriter, Site
+from hybridge.ir.pattern import constants, is_like, leaves_of, promotion
 from hybridge.ir.proof import Trial, Verdict, prove
 from hybridge.ir.signature import dtype_of, shape_of
 from hybridge.ops.registry import vocabulary
 
-_STEPS = frozenset(f"aten::{name}" for name in ("mul", "div", "tanh", "sigmoid", "to"))
+_BOUNDS = frozenset(f"aten::{name}" for name in ("sigmoid", "tanh", "exp", "silu", "log_sigmoid"))
+_STEPS = _BOUNDS | frozenset(
+    f"aten::{name}" for name in ("mul", "div", "add", "sub", "rsub", "neg", "reciprocal", "to")
+)
+# Calls from the first bound to the result, all spelt out.
+_LONGEST = 16
 _SIZE = 3
 _TOLERANCE = 1e-5
 
@@ -51,11 +57,17 @@ class FuseSitu(Pass):
 
     name: ClassVar[str] = "fuse_situ"
 
+    def expect(self, config: ModelShape, phase: str) -> int:
+        layers = range(len(config.layer_kinds)) if config.activation == "situ" else ()
+        return sum(config.has_mlp(layer) for layer in layers)
+
     def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
+        tried: set[Node] = set()
         for node in list(context.graph.nodes):
-            if op_name(node) == "aten::sigmoid" and not node._erased:
+            if op_name(node) in _BOUNDS and not node._erased and node not in tried:
                 found = _site(context, node)
                 if found is not None:
+                    tried |= set(found.region.nodes)
                     yield found
 
     def check(self, site: Site, context: PassContext) -> Refusal | None:
@@ -63,14 +75,7 @@ class FuseSitu(Pass):
         if not verdict.holds:
             refusal: Refusal = verdict.refusal(site.anchor, "situ")
             return refusal
-        if dtype_of(roles.gate) != dtype_of(roles.end):
-            return Refusal(
-                site.anchor.name,
-                "dtype promotion",
-                f"{roles.gate.name} is {dtype_of(roles.gate)}, {roles.end.name} is {dtype_of(roles.end)}",
-                f"cast the result to {dtype_of(roles.gate)}",
-            )
-        return None
+        return promotion(site.anchor, roles.gate, roles.end)
 
     def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
         roles: Roles = site.detail[0]
@@ -84,14 +89,13 @@ class FuseSitu(Pass):
         return {roles.end: result}
 
 
-def _site(context: PassContext, sigmoid: Node) -> Site | None:
-    """The activation around a sigmoid; None if its argument has no tanh."""
-    gate = sigmoid.args[0]
-    if not isinstance(gate, Node) or not _has_tanh(gate):
-        return None
+def _site(context: PassContext, bound: Node) -> Site | None:
+    """The activation around a bound; None if there is none, nor a near miss of one."""
     best: tuple[Roles, Verdict] | None = None
-    for end in regions.forward([sigmoid], limit=4):
-        for roles in _roles(context, gate, end):
+    for end in regions.forward([bound], limit=_LONGEST):
+        if op_name(end) not in _STEPS:
+            break
+        for roles in _roles(end):
             verdict = prove(
                 context,
                 f"situ {roles.beta!r} {roles.linear_beta!r}",
@@ -102,41 +106,32 @@ def _site(context: PassContext, sigmoid: Node) -> Site | None:
             )
             if best is None or verdict.rank > best[1].rank:
                 best = (roles, verdict)
-    if best is None:
+    if best is None or not (best[1].holds or _resembles(best[0])):
         return None
     roles = best[0]
     nodes = regions.cone([roles.end], {roles.gate, roles.up}, context.effects)
-    return Site(sigmoid, regions.make_region(nodes, [roles.end]), detail=best)
+    return Site(bound, regions.make_region(nodes, [roles.end]), detail=best)
 
 
-def _has_tanh(gate: Node) -> bool:
-    near = [user for node in (gate, *gate.users) for user in node.users]
-    return any(op_name(node) == "aten::tanh" for node in near)
+def _resembles(roles: Roles) -> bool:
+    """Whether a tanh and a sigmoid of the gate meet in the result."""
+    names = {op_name(node) for node in leaves_of(roles.end, _STEPS, (roles.gate, roles.up)).inside}
+    return {"aten::tanh", "aten::sigmoid"} <= names
 
 
-def _roles(context: PassContext, gate: Node, end: Node) -> Iterator[Roles]:
-    """Ways to see the end as the activation of the gate and one other tensor of its shape."""
-    inside, leaves = {end}, set()
-    pending = [end]
-    while pending:
-        for node in pending.pop().all_input_nodes:
-            if node is gate or node in inside:
-                continue
-            if op_name(node) in _STEPS:
-                inside.add(node)
-                pending.append(node)
-            else:
-                leaves.add(node)
-    if len(leaves) != 1 or op_name(end) not in _STEPS:
-        return
-    up = leaves.pop()
-    shapes = [shape_of(node) for node in (gate, up, end)]
-    if any(shape is None or not same_shape(shape, shapes[0] or ()) for shape in shapes):
-        return
-    bounds = [abs(value) for value in constants(sorted(inside)) if value]
-    for beta in dict.fromkeys(bounds):
-        for linear_beta in dict.fromkeys([*bounds, None]):
-            yield Roles(gate, up, end, beta, linear_beta)
+def _roles(end: Node) -> Iterator[Roles]:
+    """Ways to see the end as the activation of two tensors of its shape; what a bound is taken of may be one."""
+    bounded = [node for node in leaves_of(end, _STEPS).inside if op_name(node) in _BOUNDS]
+    for stop in dict.fromkeys([(), *(tuple(node.all_input_nodes) for node in bounded)]):
+        expression = leaves_of(end, _STEPS, stop)
+        tensors = expression.leaves
+        if len(tensors) != 2 or not all(is_like(node, end) for node in tensors):
+            continue
+        bounds = dict.fromkeys(abs(value) for value in constants(expression.inside) if value)
+        for gate, up in (tensors, tensors[::-1]):
+            for beta in bounds:
+                for linear_beta in [*bounds, None]:
+                    yield Roles(gate, up, end, beta, linear_beta)
 
 
 def _trials(roles: Roles) -> Iterator[tuple[Trial, Sizes]]:

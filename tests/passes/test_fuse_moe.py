@@ -22,20 +22,34 @@ class Moe(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.form == "matmul":
+        if self.form == "tanh":
+            scores = 0.5 + 0.5 * torch.tanh(torch.einsum("td,ed->te", x, self.gate) / 2)
+        elif self.form == "softmax":
+            scores = torch.softmax(torch.nn.functional.linear(x, self.gate), dim=-1)
+        elif self.form == "matmul":
             scores = 1 / (1 + torch.exp(-(x @ self.gate.T)))
         else:
             scores = torch.sigmoid(torch.nn.functional.linear(x, self.gate))
         biased = scores + self.bias
         if self.form == "topk":
             chosen = torch.topk(biased, KEPT).indices
+        elif self.form == "ascending":
+            chosen = torch.argsort(-biased, stable=True)[:, :KEPT]
         else:
             chosen = torch.argsort(biased, descending=True, stable=True)[:, :KEPT]
         source = biased if self.form == "leak" else scores
         weights = source.gather(1, chosen)
-        if self.form != "raw":
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = 2.5 * weights
+        if self.form == "scaled sum":
+            weights = weights * (2.5 / (1e-20 + weights.sum(-1, keepdim=True)))
+        elif self.form == "normalised first":
+            # Over all experts: another function than over the chosen ones.
+            weights = 2.5 * (scores / (scores.sum(-1, keepdim=True) + 1e-20)).gather(1, chosen)
+        elif self.form == "no guard":
+            weights = 2.5 * (weights / weights.sum(-1, keepdim=True).clamp(min=1e-6))
+        else:
+            if self.form != "raw":
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = 2.5 * weights
         out: Tensor = torch.ops.hybridge.moe_experts(
             x,
             chosen.int(),
@@ -49,7 +63,10 @@ class Moe(nn.Module):
         return out + scores.sum() if self.form == "shared" else out
 
 
-@pytest.mark.parametrize("form", ["plain", "matmul", "raw"])
+SPELLINGS = ("plain", "matmul", "scaled sum", "ascending", "raw")
+
+
+@pytest.mark.parametrize("form", SPELLINGS)
 def test_fuses_every_spelling(form: str) -> None:
     inputs = {"x": torch.randn(5, WIDTH)}
     gm = export(Moe(form), "prefill", inputs)
@@ -68,6 +85,11 @@ def test_fuses_every_spelling(form: str) -> None:
     [
         ("leak", "experts by descending sigmoid(logit) + bias, weights without bias"),
         ("topk", "undetermined op"),
+        ("softmax", "experts by descending sigmoid(logit) + bias, weights without bias"),
+        ("normalised first", "experts by descending sigmoid(logit) + bias, weights without bias"),
+        # 0.5 + 0.5 tanh(x / 2) is a sigmoid until it rounds to 0, where the order of scores is lost.
+        ("tanh", "1e-20 is added to the sum of the weights"),
+        ("no guard", "1e-20 is added to the sum of the weights"),
         ("shared", "shared intermediate"),
     ],
 )

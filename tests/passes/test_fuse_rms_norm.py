@@ -25,6 +25,28 @@ class Norm(nn.Module):
             wide = x.float()
             normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
             return (normed * self.weight.float()).to(x.dtype)
+        if self.form == "whole":
+            return torch.nn.functional.rms_norm(x, (6,), self.weight, 1e-5)
+        if self.form == "whole, default eps":
+            return torch.nn.functional.rms_norm(x, (6,), self.weight)
+        if self.form == "einsum":
+            mean = torch.einsum("td,td->t", x, x) / 6
+            return torch.rsqrt(mean + 1e-5).unsqueeze(1) * (self.weight.view(1, 6) * x)
+        if self.form == "length":
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / 6**0.5
+            return x / torch.sqrt(length * length + 1e-5) * self.weight
+        if self.form == "double":
+            wide = x.double()
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+            return wide.float() * self.weight
+        if self.form == "clamped":
+            root = x.square().mean(-1, keepdim=True).sqrt()
+            return x / root.clamp(min=1e-5**0.5) * self.weight
+        if self.form == "one plus":
+            normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+            return normed * (1 + self.weight)
+        if self.form == "columns":
+            return x * torch.rsqrt(x.square().mean(0, keepdim=True) + 1e-5) * self.weight
         if self.form == "eps outside":
             return x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-5) * self.weight
         if self.form == "sum":
@@ -34,7 +56,13 @@ class Norm(nn.Module):
         return normed + statistic if self.form == "shared" else normed
 
 
-@pytest.mark.parametrize("form", ["plain", "divide", "power", "cast"])
+SPELLINGS = (
+    *("plain", "divide", "power", "cast", "double"),
+    *("whole", "whole, default eps", "einsum", "length"),
+)
+
+
+@pytest.mark.parametrize("form", SPELLINGS)
 def test_fuses_every_spelling(form: str) -> None:
     inputs = {"x": torch.randn(5, 6)}
     gm = export(Norm(form), "prefill", inputs)
@@ -68,6 +96,9 @@ def test_a_promoted_result_is_left_alone() -> None:
     ("form", "rule"),
     [
         ("eps outside", "eps is inside the root"),
+        ("clamped", "x * rsqrt(mean(x^2) + eps) * weight"),
+        ("one plus", "x * rsqrt(mean(x^2) + eps) * weight"),
+        ("columns", "x * rsqrt(mean(x^2) + eps) * weight"),
         ("sum", "x * rsqrt(mean(x^2) + eps) * weight"),
         ("shared", "shared intermediate"),
     ],

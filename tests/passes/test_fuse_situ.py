@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hybridge.ir.effects import op_name
 from hybridge.passes.fuse_situ import FuseSitu
 from plain_maths import apply, calls, evaluate, export
 
@@ -18,6 +19,18 @@ class Situ(nn.Module):
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.form == "unbounded":
             return torch.sigmoid(gate) * (4.0 * torch.tanh(gate / 4.0)) * up
+        if self.form == "exp":
+            half = up * (2.0 / 25.0)
+            linear = 25.0 * (2 / (1 + torch.exp(-half)) - 1)
+            return gate.mul(0.25).tanh() * 4.0 / (1 + (-gate).exp()) * linear
+        if self.form == "tanh only":
+            half = (torch.tanh(gate * 0.5) + 1) * 0.5
+            return half * 25.0 * torch.tanh(up / 25.0) * torch.tanh(gate / 4.0) * 4.0
+        if self.form == "sigmoid only":
+            inner = 4.0 * (2.0 * torch.sigmoid(gate * 0.5) - 1.0)
+            return inner * torch.sigmoid(gate) * (50.0 * torch.sigmoid(up * 0.08) - 25.0)
+        if self.form == "scaled gate":
+            gate = gate * 1.5
         bounded = 25.0 * (up / 25.0).tanh()
         if self.form == "scaled":
             return 4.0 * (gate * 0.25).tanh() * (bounded * gate.sigmoid())
@@ -25,13 +38,18 @@ class Situ(nn.Module):
         if self.form == "bounded sigmoid":
             return inner * torch.sigmoid(inner) * bounded
         result = inner * torch.sigmoid(gate) * bounded
+        if self.form == "extra scale":
+            result = result * 1.1
         return result + inner if self.form == "shared" else result
 
 
 INPUTS = {"gate": torch.randn(5, 6), "up": torch.randn(5, 6)}
 
 
-@pytest.mark.parametrize("form", ["plain", "scaled", "unbounded"])
+SPELLINGS = ("plain", "scaled", "unbounded", "exp", "tanh only", "sigmoid only", "scaled gate")
+
+
+@pytest.mark.parametrize("form", SPELLINGS)
 def test_fuses_every_spelling(form: str) -> None:
     gm = export(Situ(form), "prefill", INPUTS)
     before = evaluate(gm, INPUTS)
@@ -39,7 +57,7 @@ def test_fuses_every_spelling(form: str) -> None:
     assert calls(gm) == ["situ"]
     (node,) = [each for each in gm.graph.nodes if "situ" in str(each.target)]
     assert node.kwargs == {"beta": 4.0, "linear_beta": None if form == "unbounded" else 25.0}
-    torch.testing.assert_close(evaluate(gm, INPUTS)[0], before[0])
+    torch.testing.assert_close(evaluate(gm, INPUTS)[0], before[0], rtol=1e-5, atol=1e-5)
     assert not apply(FuseSitu(), gm, "prefill").modified
 
 
@@ -47,6 +65,14 @@ def test_a_factor_that_is_used_elsewhere_is_left_alone() -> None:
     gm = export(Situ("shared"), "prefill", INPUTS)
     (refusal,) = apply(FuseSitu(), gm, "prefill").refusals
     assert refusal.rule == "shared intermediate"
+
+
+def test_an_extra_factor_stays_outside() -> None:
+    gm = export(Situ("extra scale"), "prefill", INPUTS)
+    before = evaluate(gm, INPUTS)
+    assert not apply(FuseSitu(), gm, "prefill").refusals
+    assert [op_name(node) for node in gm.graph.nodes][-3:-1] == ["hybridge::situ", "aten::mul"]
+    torch.testing.assert_close(evaluate(gm, INPUTS)[0], before[0])
 
 
 def test_a_sigmoid_of_the_bounded_gate_is_another_activation() -> None:
