@@ -28,7 +28,8 @@ class CompileOptions:
         weights: "reference", "copy" or "none".
         block_size: tokens in a block of the paged caches.
         activations: "bfloat16" lets matrix products with bf16 or MXFP4 weights round their activations to
-            bf16, which is up to twice as fast for many tokens; "float32" rounds nothing.
+            bf16, which is up to twice as fast for many tokens, and keeps paged caches in bf16; "float32" rounds
+            nothing.
         dumps: keep the graph after every pass in the artifact.
         check_passes: run the graph on real values after every pass and record the largest change.
     """

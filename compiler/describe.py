@@ -30,6 +30,8 @@ def describe(
     """The manifest, without the list of files."""
     config = model.config
     caches = cache_shapes(config)
+    # A cache has one type in all phases.
+    dtypes = {spec.name: spec.dtype for graph in graphs.values() for spec in graph.inputs}
     return record.Manifest(
         hybridge_version=__version__,
         model=record.ModelInfo(config.family, digest_json(config.raw), config.vocab_size),
@@ -40,7 +42,9 @@ def describe(
             for phase, graph in graphs.items()
         },
         states=tuple(
-            record.StateSpec(cache.name, cache.layer, cache.kind, "float32", _symbols(cache))
+            record.StateSpec(
+                cache.name, cache.layer, cache.kind, dtypes[cache.name], _symbols(cache)
+            )
             for cache in caches
         ),
         defaults=record.Defaults(

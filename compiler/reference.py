@@ -83,7 +83,7 @@ def golden_case(
 
 
 def rounding_effect(model: HybridModel, case: GoldenCase) -> float:
-    """How far the logits move when every matrix product rounds its activations to bf16.
+    """How far the logits move when matrix products round their activations, and paged caches their rows, to bf16.
 
     The measure for what a graph with bf16 activations may differ by: it rounds the same values, in another order.
 
@@ -98,8 +98,20 @@ def rounding_effect(model: HybridModel, case: GoldenCase) -> float:
     def round_input(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (inputs[0].to(torch.bfloat16).to(inputs[0].dtype), *inputs[1:])
 
+    def round_row(module: torch.nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """A cache row's part, or the part of a projection that goes into the row as it is."""
+        first = model.config.kv_lora_rank if isinstance(module, Linear) else 0
+        kept, row = output[..., :first], output[..., first:]
+        return torch.cat([kept, row.to(torch.bfloat16).to(output.dtype)], dim=-1)
+
     products = [module for module in model.modules() if isinstance(module, Linear | Experts)]
     handles = [module.register_forward_pre_hook(round_input) for module in products]
+    rows = [
+        module
+        for name, module in model.named_modules()
+        if name.endswith((".kv_a_layernorm", ".kv_a_proj_with_mqa", ".indexer.k_norm"))
+    ]
+    handles += [module.register_forward_hook(round_row) for module in rows]
     rounded = evaluate(model, torch.from_numpy(case.token_ids)).to(torch.float32).numpy()
     for handle in handles:
         handle.remove()

@@ -82,7 +82,7 @@ Examples:
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
     show_default=True,
-    help="bfloat16: products with bf16 or MXFP4 weights may round activations; faster prefill.",
+    help="bfloat16: products may round activations, caches are half as large; faster.",
 )
 @click.option(
     "--cann", metavar="VERSION", help="Ascend: CANN version to convert for.  [default: 9.0.0]"

@@ -1,7 +1,7 @@
 #include "math/linear.h"
 
 #include <algorithm>
-#include <cmath>
+#include <type_traits>
 
 #include "math/panel.h"
 #include "math/scratch.h"
@@ -11,12 +11,8 @@ namespace hybridge::HYBRIDGE_ISA {
 namespace {
 
 // Up to this many rows the weight's way from memory is the limit, and dot products along rows keep
-// up with it; beyond, the packed panel product does more with each word it loads.
-template <class Words>
-constexpr int64_t kDotRows = Words::kElements == 2 ? 4 : std::max(4, kWidth / 2);
-// Up to this many rows a product of bfloat16 pairs takes x as the sum of two bfloat16 numbers: the
-// vector has lanes to spare, and few rows are where exact sums are expected (decoding).
-constexpr int64_t kSplitRows = kWidth / 2;
+// up with it, in exact fp32; beyond, the packed panel product does more with each word it loads.
+constexpr int64_t kDotRows = kDotTokens;
 // Bytes of weight that one task of the dot-product form reads: small enough to share out evenly.
 constexpr int64_t kDotTaskBytes = 128 << 10;
 // Bytes of packed x that a task keeps in its core's cache while weight rows pass by.
@@ -25,8 +21,9 @@ constexpr int64_t kBlockBytes = 512 << 10;
 constexpr int64_t kFetchBytes = 1024;
 constexpr int64_t kTaskOutputs = 32 * kRowTile;
 
-template <class Weight>
-void by_dot_products(const LinearArgs& args, const Parallel& parallel) {
+// Calls body(weight rows, their number, done) for every task, where done(output, row, sum) stores.
+template <class Weight, class Body>
+void for_each_dot_task(const LinearArgs& args, const Parallel& parallel, Body&& body) {
   const Weight* weight = static_cast<const Weight*>(args.weight);
   const int64_t row_bytes =
       std::max<int64_t>(1, args.inputs * static_cast<int64_t>(sizeof(Weight)));
@@ -35,19 +32,39 @@ void by_dot_products(const LinearArgs& args, const Parallel& parallel) {
   parallel_for(parallel, static_cast<size_t>(tasks), [&](size_t task) {
     const int64_t first = static_cast<int64_t>(task) * per_task;
     const int64_t count = std::min(per_task, args.outputs - first);
-    matrix_times_rows(weight + first * args.inputs, count, args.inputs, args.x, args.inputs,
-                      args.rows, [&](int64_t output, int64_t row, float sum) {
-                        args.out[row * args.outputs + first + output] = sum;
-                      });
+    body(weight + first * args.inputs, count, [&](int64_t output, int64_t row, float sum) {
+      args.out[row * args.outputs + first + output] = sum;
+    });
   });
 }
 
-// The panel product of up to kRowTile weight rows with the x rows of one panel. If `split`, lane
-// x_rows + i holds the rest of row i.
+template <class Weight>
+void by_dot_products(const LinearArgs& args, const Parallel& parallel) {
+  for_each_dot_task<Weight>(args, parallel, [&](const Weight* weight, int64_t count, auto&& done) {
+    matrix_times_rows(weight, count, args.inputs, args.x, args.inputs, args.rows, done);
+  });
+}
+
+#if defined(__AVX512BF16__)
+void by_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
+  const int64_t stride = pair_row_elements(args.inputs);
+  const size_t bytes = static_cast<size_t>(args.rows * stride) * sizeof(uint16_t);
+  auto* rounded = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kOperator, bytes));
+  for (int64_t row = 0; row < args.rows; ++row) {
+    round_pair_row(args.x + row * args.inputs, args.inputs, rounded + row * stride);
+  }
+  for_each_dot_task<uint16_t>(
+      args, parallel, [&](const uint16_t* weight, int64_t count, auto&& done) {
+        matrix_times_pairs(weight, count, args.inputs, rounded, args.rows, done);
+      });
+}
+#endif
+
+// The panel product of up to kRowTile weight rows with the x rows of one panel.
 template <class Words, int kVectors, bool kFetch>
 void multiply_and_store(const typename Words::Element* const* weight_rows, const float* panel,
                         int64_t inputs, int64_t x_rows, int64_t outputs, float* out,
-                        int64_t out_stride, bool split) {
+                        int64_t out_stride) {
   Lanes sums[kRowTile][kVectors];
   clear_sums(sums);
   const char* ahead[kRowTile];
@@ -62,7 +79,7 @@ void multiply_and_store(const typename Words::Element* const* weight_rows, const
   }
   for (int64_t row = 0; row < x_rows; ++row) {
     for (int64_t i = 0; i < outputs; ++i) {
-      out[row * out_stride + i] = split ? tile[i][row] + tile[i][row + x_rows] : tile[i][row];
+      out[row * out_stride + i] = tile[i][row];
     }
   }
 }
@@ -70,7 +87,7 @@ void multiply_and_store(const typename Words::Element* const* weight_rows, const
 // Weight rows [first_output, end_output) times the panels [first_panel, end_panel).
 template <class Weight, class Words>
 void multiply_block(const LinearArgs& args, const float* panels, int64_t first_panel,
-                    int64_t end_panel, int64_t first_output, int64_t end_output, bool split) {
+                    int64_t end_panel, int64_t first_output, int64_t end_output) {
   const Weight* weight = static_cast<const Weight*>(args.weight);
   const int64_t panel_size = steps_of<Words>(args.inputs) * kPanelLanes;
   float* widened = nullptr;
@@ -92,37 +109,21 @@ void multiply_block(const LinearArgs& args, const float* panels, int64_t first_p
       // The first panel brings the weight rows into the cache for the others.
       if (x_rows <= kWidth) {
         multiply_and_store<Words, 1, true>(readable, panel, args.inputs, x_rows, count, out,
-                                           args.outputs, split);
+                                           args.outputs);
       } else if (p == first_panel) {
         multiply_and_store<Words, kPanelVectors, true>(readable, panel, args.inputs, x_rows, count,
-                                                       out, args.outputs, split);
+                                                       out, args.outputs);
       } else {
         multiply_and_store<Words, kPanelVectors, false>(readable, panel, args.inputs, x_rows, count,
-                                                        out, args.outputs, split);
+                                                        out, args.outputs);
       }
     }
   }
 }
 
-// Writes to `parts` the rows of x rounded to bfloat16, then what the rounding left.
-void split_rows(const LinearArgs& args, float* parts) {
-  const int64_t count = args.rows * args.inputs;
-  for (int64_t i = 0; i < count; ++i) {
-    const float rounded = float_from_bf16(bf16_from_float(args.x[i]));
-    parts[i] = rounded;
-    // An infinity leaves nothing, rather than inf - inf.
-    parts[count + i] = std::isfinite(rounded) ? args.x[i] - rounded : 0.0f;
-  }
-}
-
 template <class Words>
-void pack_rows(const LinearArgs& args, bool split, float* packed, float* parts,
-               const Parallel& parallel) {
+void pack_rows(const LinearArgs& args, float* packed, const Parallel& parallel) {
   const int64_t panel_size = steps_of<Words>(args.inputs) * kPanelLanes;
-  if (split) {
-    split_rows(args, parts);
-    return pack_panel<Words>(parts, args.inputs, 2 * args.rows, args.inputs, packed);
-  }
   const int64_t panels = (args.rows + kPanelLanes - 1) / kPanelLanes;
   parallel_for(parallel, static_cast<size_t>(panels), [&](size_t p) {
     const int64_t row = static_cast<int64_t>(p) * kPanelLanes;
@@ -134,19 +135,11 @@ void pack_rows(const LinearArgs& args, bool split, float* packed, float* parts,
 
 template <class Weight, class Words>
 void by_panels(const LinearArgs& args, const Parallel& parallel) {
-  const bool split = Words::kElements == 2 && args.rows <= kSplitRows;
   const int64_t panel_size = steps_of<Words>(args.inputs) * kPanelLanes;
   const int64_t panels = (args.rows + kPanelLanes - 1) / kPanelLanes;
-  const auto cut = [&](ScratchArena& arena, float*& packed, float*& parts) {
-    packed = arena.take<float>(static_cast<size_t>(panels * panel_size));
-    parts = arena.take<float>(split ? static_cast<size_t>(2 * args.rows * args.inputs) : 0);
-  };
-  float *packed, *parts;
-  ScratchArena measure;
-  cut(measure, packed, parts);
-  ScratchArena arena(scratch_bytes(ScratchSlot::kOperator, measure.used()));
-  cut(arena, packed, parts);
-  pack_rows<Words>(args, split, packed, parts, parallel);
+  const size_t bytes = static_cast<size_t>(panels * panel_size) * sizeof(float);
+  float* packed = static_cast<float*>(scratch_bytes(ScratchSlot::kOperator, bytes));
+  pack_rows<Words>(args, packed, parallel);
 
   const int64_t panel_bytes = panel_size * static_cast<int64_t>(sizeof(float));
   const int64_t per_block = std::max<int64_t>(1, kBlockBytes / std::max<int64_t>(1, panel_bytes));
@@ -157,13 +150,18 @@ void by_panels(const LinearArgs& args, const Parallel& parallel) {
     const int64_t output = static_cast<int64_t>(task) % columns * kTaskOutputs;
     multiply_block<Weight, Words>(args, packed, block * per_block,
                                   std::min(panels, (block + 1) * per_block), output,
-                                  std::min(args.outputs, output + kTaskOutputs), split);
+                                  std::min(args.outputs, output + kTaskOutputs));
   });
 }
 
 template <class Weight, class Words>
 void linear_of(const LinearArgs& args, const Parallel& parallel) {
-  if (args.rows <= kDotRows<Words>) return by_dot_products<Weight>(args, parallel);
+  if (args.rows <= kDotRows) return by_dot_products<Weight>(args, parallel);
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<Words, PairWords>) {
+    if (args.rows <= kPairTokens) return by_pair_dot_products(args, parallel);
+  }
+#endif
   return by_panels<Weight, Words>(args, parallel);
 }
 

@@ -1,6 +1,8 @@
 // Register-tiled pieces of matrix products, shared by the KDA and MoE kernels.
 #pragma once
 
+#include <type_traits>
+
 #include "math/lanes.h"
 
 namespace hybridge {
@@ -99,12 +101,12 @@ inline void dot_rows(const Weight* const (&rows)[kRows], std::int64_t ahead, con
   std::int64_t column = 0;
   const auto multiply = [&](std::int64_t at) {
     Lanes right[kTokens];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < kTokens; ++m) right[m] = Lanes::load(x + m * x_stride + at);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
       const Lanes left = load_lanes(rows[r] + at);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int m = 0; m < kTokens; ++m) {
         partial[r][m] = multiply_add(left, right[m], partial[r][m]);
       }
@@ -130,18 +132,22 @@ inline void dot_rows(const Weight* const (&rows)[kRows], std::int64_t ahead, con
   }
 }
 
+// Tokens that pass over the weight rows at once, and the sums that are then kept in registers
+// beside their operands.
+constexpr int kDotTokens = 4;
+constexpr int kDotSums = kWidth >= 16 ? 16 : 8;
+
 // Calls done(row, token, sum) for every row of a [rows, columns] block and each of kTokens tokens.
 template <int kTokens, typename Weight, typename Done>
 inline void matrix_times_tokens(const Weight* weight, std::int64_t rows, std::int64_t columns,
                                 const float* x, std::int64_t x_stride, Done&& done) {
-  constexpr int kRows = 4;
+  constexpr int kRows = kDotSums / kTokens < 4 ? kDotSums / kTokens : 4;
   std::int64_t row = 0;
   for (; row + kRows <= rows; row += kRows) {
-    const Weight* const block = weight + row * columns;
-    const Weight* const side_by_side[kRows] = {block, block + columns, block + 2 * columns,
-                                               block + 3 * columns};
+    const Weight* side_by_side[kRows];
+    for (int r = 0; r < kRows; ++r) side_by_side[r] = weight + (row + r) * columns;
     float sums[kRows][kTokens];
-    dot_rows(side_by_side, kRows * columns, x, x_stride, columns, sums);
+    dot_rows<kRows, kTokens, Weight>(side_by_side, kRows * columns, x, x_stride, columns, sums);
     for (int r = 0; r < kRows; ++r) {
       for (int m = 0; m < kTokens; ++m) done(row + r, m, sums[r][m]);
     }
@@ -154,31 +160,114 @@ inline void matrix_times_tokens(const Weight* weight, std::int64_t rows, std::in
   }
 }
 
-// The same for any number of tokens, four at a time: a block of rows should be small enough to
-// stay in cache while the groups of tokens pass over it.
+// Calls body(std::integral_constant<int, min(tokens, kMost)>), so that the number of tokens is a
+// constant in the loops.
+template <int kMost, typename Body>
+inline void with_token_count(std::int64_t tokens, Body&& body) {
+  if constexpr (kMost > 1) {
+    if (tokens < kMost) return with_token_count<kMost - 1>(tokens, body);
+  }
+  body(std::integral_constant<int, kMost>());
+}
+
+// The same for any number of tokens, kDotTokens at a time: a block of rows should be small enough
+// to stay in cache while the groups of tokens pass over it.
 template <typename Weight, typename Done>
 inline void matrix_times_rows(const Weight* weight, std::int64_t rows, std::int64_t columns,
                               const float* x, std::int64_t x_stride, std::int64_t tokens,
                               Done&& done) {
-  for (std::int64_t first = 0; first < tokens; first += 4) {
-    const float* group = x + first * x_stride;
-    auto shifted = [&](std::int64_t row, int token, float sum) { done(row, first + token, sum); };
-    switch (tokens - first) {
-      case 1:
-        matrix_times_tokens<1>(weight, rows, columns, group, x_stride, shifted);
-        break;
-      case 2:
-        matrix_times_tokens<2>(weight, rows, columns, group, x_stride, shifted);
-        break;
-      case 3:
-        matrix_times_tokens<3>(weight, rows, columns, group, x_stride, shifted);
-        break;
-      default:
-        matrix_times_tokens<4>(weight, rows, columns, group, x_stride, shifted);
-        break;
-    }
+  for (std::int64_t first = 0; first < tokens; first += kDotTokens) {
+    with_token_count<kDotTokens>(tokens - first, [&](auto count) {
+      matrix_times_tokens<decltype(count)::value>(
+          weight, rows, columns, x + first * x_stride, x_stride,
+          [&](std::int64_t row, int token, float sum) { done(row, first + token, sum); });
+    });
   }
 }
+
+#if defined(__AVX512BF16__)
+// ---- The same with x rounded to bfloat16, which multiplies pairs -----------------------------
+
+// Tokens that share one pass: more would leave too few registers for two rows.
+constexpr int kPairTokens = 8;
+
+// Elements of a row of x as the pair products read it: whole vectors, zeros at the end.
+constexpr std::int64_t pair_row_elements(std::int64_t columns) { return round_up(columns, 32); }
+
+// Rounds one row of x; `to` has pair_row_elements(columns) elements.
+inline void round_pair_row(const float* from, std::int64_t columns, std::uint16_t* to) {
+  std::int64_t column = 0;
+  for (; column + 32 <= columns; column += 32) {
+    const __m512bh pairs =
+        _mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + column + 16), _mm512_loadu_ps(from + column));
+    _mm512_storeu_si512(to + column, (__m512i)pairs);
+  }
+  for (; column < columns; ++column) to[column] = bf16_from_float(from[column]);
+  for (; column < pair_row_elements(columns); ++column) to[column] = 0;
+}
+
+// sums[r][m] = rows[r] . rounded row m. `ahead` as in dot_rows.
+template <int kRows, int kTokens>
+inline void dot_pair_rows(const std::uint16_t* const (&rows)[kRows], std::int64_t ahead,
+                          const std::uint16_t* x, std::int64_t columns,
+                          float (&sums)[kRows][kTokens]) {
+  const std::int64_t x_stride = pair_row_elements(columns);
+  __m512 partial[kRows][kTokens];
+  for (int r = 0; r < kRows; ++r) {
+    for (int m = 0; m < kTokens; ++m) partial[r][m] = _mm512_setzero_ps();
+  }
+  const auto multiply = [&](std::int64_t at, __mmask32 mask) {
+    __m512bh left[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      left[r] = (__m512bh)_mm512_maskz_loadu_epi16(mask, rows[r] + at);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < kTokens; ++m) {
+      const __m512bh right = (__m512bh)_mm512_loadu_si512(x + m * x_stride + at);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        partial[r][m] = _mm512_dpbf16_ps(partial[r][m], left[r], right);
+      }
+    }
+  };
+  std::int64_t column = 0;
+  for (; column + 32 <= columns; column += 32) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) prefetch_far(rows[r] + ahead + column);
+    multiply(column, ~__mmask32{0});
+  }
+  if (column < columns) multiply(column, (__mmask32{1} << (columns - column)) - 1);
+  for (int r = 0; r < kRows; ++r) {
+    for (int m = 0; m < kTokens; ++m) sums[r][m] = _mm512_reduce_add_ps(partial[r][m]);
+  }
+}
+
+// As matrix_times_rows, for up to kPairTokens rounded rows of x.
+template <typename Done>
+inline void matrix_times_pairs(const std::uint16_t* weight, std::int64_t rows, std::int64_t columns,
+                               const std::uint16_t* x, std::int64_t tokens, Done&& done) {
+  with_token_count<kPairTokens>(tokens, [&](auto count) {
+    constexpr int kTokens = decltype(count)::value;
+    constexpr int kRows = 2;
+    std::int64_t row = 0;
+    for (; row + kRows <= rows; row += kRows) {
+      const std::uint16_t* const pair[kRows] = {weight + row * columns,
+                                                weight + (row + 1) * columns};
+      float sums[kRows][kTokens];
+      dot_pair_rows(pair, kRows * columns, x, columns, sums);
+      for (int r = 0; r < kRows; ++r) {
+        for (int m = 0; m < kTokens; ++m) done(row + r, m, sums[r][m]);
+      }
+    }
+    if (row == rows) return;
+    const std::uint16_t* const last[1] = {weight + row * columns};
+    float sums[1][kTokens];
+    dot_pair_rows(last, columns, x, columns, sums);
+    for (int m = 0; m < kTokens; ++m) done(row, m, sums[0][m]);
+  });
+}
+#endif
 
 }  // namespace HYBRIDGE_ISA
 }  // namespace hybridge

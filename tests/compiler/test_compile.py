@@ -12,6 +12,8 @@ from hybridge.artifacts.artifact import open_artifact
 from hybridge.artifacts.errors import ArtifactError, CheckpointError, HybridgeError, UsageError
 from hybridge.artifacts.weights import read_weights
 from hybridge.compiler import compile_model
+from hybridge.runner import load
+from hybridge.runner.verify import verify_golden
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,23 @@ def test_weights_that_serve_as_they_are_stay_in_the_checkpoint(compiled: Path) -
     experts = weights["model.layers.1.block_sparse_moe.experts.gate_up"]
     assert experts.place == "artifact"
     assert experts.origin.tensors[0].endswith("experts.0.w1.weight")
+
+
+def test_rounded_activations_keep_half_the_cache_and_verify(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "rounded"
+    compile_model(tiny_checkpoint, folder, activations="bfloat16")
+    artifact = open_artifact(folder)
+    dtypes = {state.kind: state.dtype for state in artifact.manifest.states}
+    assert dtypes == {
+        "kda_state": "float32",
+        "conv_state": "float32",
+        "latent": "bfloat16",
+        "indexer": "bfloat16",
+    }
+    with load(folder) as engine:
+        verify_golden(engine).raise_if_wrong()
 
 
 def test_the_same_inputs_give_the_same_bytes(

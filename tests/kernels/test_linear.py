@@ -8,16 +8,16 @@ import pytest
 from .harness import BFLOAT16, Operator, bf16, f64, run
 
 DTYPES = (np.dtype(np.float32), BFLOAT16)
-# With bf16_activations: above so many rows a bfloat16 weight meets activations in two bfloat16
-# parts, or rounded ones (kernels/math/linear.h).
-EXACT_ROWS, SPLIT_ROWS = 4, 8
+# With bf16_activations: above so many rows a bfloat16 weight meets rounded activations
+# (kernels/math/linear.h).
+EXACT_ROWS = 4
 
 
 def unit_of(rows: int, dtype: np.dtype, rounding: int) -> float:
     """The relative rounding of an activation."""
     if not rounding or dtype != BFLOAT16 or rows <= EXACT_ROWS:
         return 0.0
-    return 2.0**-16 if rows <= SPLIT_ROWS else 2.0**-8
+    return 2.0**-8
 
 
 def bound(x: np.ndarray, weight: np.ndarray, unit: float) -> np.ndarray:

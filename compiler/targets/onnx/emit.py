@@ -40,6 +40,8 @@ from hybridge.compiler.targets.onnx.lower_einsum import lower_einsum
 from hybridge.compiler.targets.onnx.lower_linear import lower_linear
 from hybridge.compiler.targets.onnx.storage import (
     DTypes,
+    narrow_caches,
+    set_cache_dtypes,
     set_weight_dtypes,
     weight_dtypes,
     weight_nodes,
@@ -100,7 +102,8 @@ def emit_onnx(
     Args:
         traced: the phases; `traced.graph_module` is what the passes left.
         stored: the type of each parameter in the checkpoint; fp32 where it is not named.
-        bf16_activations: let matrix products with narrow weights round their activations to bf16.
+        bf16_activations: let matrix products with narrow weights round their activations to bf16, and keep
+            paged caches in bf16.
 
     Returns:
         phase -> graph. A weight has one type in all of them.
@@ -110,6 +113,10 @@ def emit_onnx(
     """
     lowered = {phase.phase: _lower(phase) for phase in traced}
     dtypes = weight_dtypes(lowered.values(), stored)
+    paged = {cache.name for phase in traced for cache in phase.caches if cache.paged}
+    narrow = narrow_caches(lowered.values(), paged) if bf16_activations else frozenset()
+    for gm in lowered.values():
+        set_cache_dtypes(gm, narrow)
     return {
         phase.phase: _emit(phase, lowered[phase.phase], dtypes, bf16_activations)
         for phase in traced

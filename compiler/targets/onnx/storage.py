@@ -1,8 +1,11 @@
-"""In which type a graph reads each weight: as stored where every reader takes that, else fp32.
+"""In which type a graph reads each weight and cache: the narrow one where every reader takes it, else fp32.
 
 Activations are fp32 on the CPU. A bf16 weight stays bf16 where it is read by an op that widens it on the way (a
 matrix product), or by a lookup whose few rows are widened afterwards; no fp32 copy is ever resident. Any other
 bf16 weight (norms, biases, absorbed projections) is stored in fp32 by the compiler.
+
+Where activations may be rounded, paged caches are bf16 by the same rule: half the memory, and half the bytes that
+decoding reads of a long context. Recurrent states stay fp32: their rounding would add up over the tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +20,15 @@ from hybridge.ir.signature import weight_name
 from hybridge.ops import find
 
 DTypes = Mapping[str, torch.dtype]
+
+# The arguments in which ops take a paged cache of bf16.
+_CACHE_ARGUMENTS = {
+    "paged_write": "cache",
+    "lightning_indexer": "indexer_cache",
+    "sparse_flash_attention": "latent_cache",
+    "mla_attention": "latent_cache",
+}
+_SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_size.default)
 
 # What the kernels (and the bodies) read in bf16.
 _READS_BF16 = {
@@ -67,6 +79,41 @@ def set_weight_dtypes(gm: GraphModule, dtypes: DTypes) -> None:
         for user in list(node.users):
             if user.target is torch.ops.aten.embedding.default:
                 _widen(user, gm.graph)
+
+
+def narrow_caches(graphs: Iterable[GraphModule], paged: Iterable[str]) -> frozenset[str]:
+    """The paged caches that every reader and writer of every phase takes in bf16.
+
+    Args:
+        graphs: the phases' graphs, before `functionalise`. paged: names of their paged caches.
+    """
+    placeholders = [
+        {node.name: node for node in gm.graph.nodes if node.op == "placeholder"} for gm in graphs
+    ]
+    return frozenset(
+        name
+        for name in paged
+        if all(
+            _takes_bf16(user, nodes[name]) for nodes in placeholders for user in nodes[name].users
+        )
+    )
+
+
+def set_cache_dtypes(gm: GraphModule, narrow: Iterable[str]) -> None:
+    """Make these caches bf16, in place."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.name in narrow:
+            node.meta["val"] = node.meta["val"].to(torch.bfloat16)
+
+
+def _takes_bf16(user: Node, cache: Node) -> bool:
+    if user.target in _SIZES:
+        return True
+    op = find(user.target)
+    if op is None or op.name not in _CACHE_ARGUMENTS:
+        return False
+    place = op.tensor_arguments.index(_CACHE_ARGUMENTS[op.name])
+    return [i for i, value in enumerate(user.args) if value is cache] == [place]
 
 
 def _dtype(node: Node, stored: torch.dtype) -> torch.dtype:

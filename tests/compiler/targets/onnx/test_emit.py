@@ -97,6 +97,18 @@ def test_bf16_stays_where_its_readers_take_it(emitted):
             assert dtypes["model.layers.0.self_attn.dt_bias"] is torch.float32
 
 
+def test_rounding_narrows_the_caches_that_kernels_read(emitted):
+    """A plain read of a cache cannot widen it: as traced, caches stay fp32. States always do."""
+    calls = {str(node.target) for node in emitted.traced["decode"].graph_module.graph.nodes}
+    fused = any("sparse_flash_attention" in call or "mla_attention" in call for call in calls)
+    graphs = emit_onnx(list(emitted.traced.values()), emitted.stored, bf16_activations=True)
+    for graph in graphs.values():
+        dtypes = {spec.name: spec.dtype for spec in (*graph.inputs, *graph.outputs)}
+        for cache in cache_shapes(emitted.config):
+            expected = "bfloat16" if cache.paged and fused else "float32"
+            assert dtypes[cache.name] == dtypes[f"{cache.name}_out"] == expected
+
+
 def test_the_traced_graphs_are_left_alone(emitted):
     for traced in emitted.traced.values():
         targets = {str(node.target) for node in traced.graph_module.graph.nodes}
