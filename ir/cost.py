@@ -28,11 +28,13 @@ class Cost:
         cube: multiply-adds, twice.
         vector: elementwise operations.
         bytes: read and written in memory.
+        moved: to and from other devices.
     """
 
     cube: float = 0.0
     vector: float = 0.0
     bytes: float = 0.0
+    moved: float = 0.0
 
     @property
     def engine(self) -> Engine:
@@ -51,7 +53,7 @@ class Machine:
     Attributes:
         cube: bf16 operations. vector: fp32 operations. memory: bytes.
         launch: seconds that one more kernel takes. event: that one more event takes.
-        aic: Cube cores. aiv: Vector cores.
+        aic: Cube cores. aiv: Vector cores. link: bytes from one device to another.
     """
 
     cube: float
@@ -61,12 +63,14 @@ class Machine:
     event: float
     aic: int
     aiv: int
+    link: float = 2e11
 
     def seconds(self, cost: Cost) -> float:
-        """A roofline: the slowest of the three, and the launch."""
+        """A roofline: the slowest of the four, and the launch."""
         if cost.engine is Engine.NONE:
             return 0.0
         busy = max(cost.cube / self.cube, cost.vector / self.vector, cost.bytes / self.memory)
+        busy = max(busy, cost.moved / self.link)
         return busy + self.launch
 
 
@@ -205,6 +209,22 @@ def _mla_prolog(node: Node, touched: float) -> Cost:
     )
 
 
+def _dispatch(node: Node, touched: float) -> Cost:
+    """Every row travels once for each of its experts, quantised if dispatch quantises."""
+    rows, width = _shape(node.args[0])
+    choices = _shape(node.args[1])[1]
+    element = 1.0 if node.kwargs.get("quant_mode", 0) else 2.0
+    moved = rows * choices * width * element
+    return Cost(vector=float(rows * width), bytes=moved, moved=moved)
+
+
+def _combine(node: Node, touched: float) -> Cost:
+    """The same rows come back, in bf16, and are summed."""
+    rows, choices = _shape(node.args[1])
+    moved = 2.0 * rows * choices * _shape(node.args[0])[1]
+    return Cost(vector=moved, bytes=moved, moved=moved)
+
+
 def _gather(node: Node, touched: float) -> Cost:
     """Only the chosen rows move, not the whole table."""
     moved = 2 * _bytes(node.meta["val"])
@@ -223,6 +243,8 @@ _FORMULAS: dict[str, Callable[[Node, float], Cost]] = {
     "chunk_kda_fwd": _chunked_recurrence,
     "block_attn_res_prepare": _prepare,
     "npu_scatter_nd_update_": _scatter,
+    "npu_moe_distribute_dispatch_v2": _dispatch,
+    "npu_moe_distribute_combine_v2": _combine,
     "npu_scatter_pa_kv_cache": _scatter_rows,
     "npu_mla_prolog_v3": _mla_prolog,
     "embedding": _gather,

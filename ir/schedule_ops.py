@@ -1,7 +1,7 @@
 """Events as nodes of an FX graph, and the schedule that a graph with streams stands for.
 
 A node's stream is `node.meta["stream"]` (the main one if absent), its super-kernel scope
-`node.meta["super_kernel"]`. Events are calls without a result:
+`node.meta["super_kernel"]`, its core limits (aic, aiv) `node.meta["cores"]`. Events are calls without a result:
 
     torch.ops.hybridge_schedule.record_event("layer_3_0", "main")
     torch.ops.hybridge_schedule.wait_event("layer_3_0", "side")
@@ -29,7 +29,7 @@ WAIT = torch.ops.hybridge_schedule.wait_event.default
 for _overload in (RECORD, WAIT):
     has_side_effect(_overload)  # dead code elimination must not take them
 
-STREAM, SUPER_KERNEL = "stream", "super_kernel"
+STREAM, SUPER_KERNEL, CORES = "stream", "super_kernel", "cores"
 
 
 def stream_of(node: Node) -> str:
@@ -92,6 +92,7 @@ def _task(node: Node, effects: Effects) -> Step:
     if node in effects.roots(node):
         writes.add(node.name)
     engine = Engine.NONE if is_view(node) else engine_of(node)
+    aic, aiv = node.meta.get(CORES, (None, None))
     return Step(
         node.name,
         Kind.TASK,
@@ -99,6 +100,8 @@ def _task(node: Node, effects: Effects) -> Step:
         reads=tuple(sorted(reads)),
         writes=tuple(sorted(writes)),
         engine=engine,
+        aic=aic,
+        aiv=aiv,
         static=not any(_symbolic(size) for size in _sizes(node)),
     )
 

@@ -21,37 +21,25 @@ still holds is left out.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch.fx import Graph, GraphModule, Node
 
-from hybridge.ir.cost import Machine, cost_of, engine_of
-from hybridge.ir.effects import Effects, has_effect, is_view, op_name
+from hybridge.ir.cost import Machine
+from hybridge.ir.effects import is_view, op_name
 from hybridge.ir.pass_base import Match, PassResult, Refusal
-from hybridge.ir.schedule import MAIN_STREAM, Engine
+from hybridge.ir.schedule import MAIN_STREAM
 from hybridge.ir.schedule_ops import RECORD, STREAM, WAIT, schedule_of, stream_of
 from hybridge.passes.check_schedule import prove
+from hybridge.passes.limit_cores import limit_cores
+from hybridge.passes.stream_sites import SIDE_STREAMS, Segment, Site, seconds_of, segments, sites
 
-SIDE_STREAMS = ("side", "side_2")
 # A site must be worth the trouble: at least so many times what an event costs.
 LEAST_GAIN = 2.0
 # ... and this share of the branches' own time: less is within the error of the estimate.
 LEAST_SHARE = 0.05
-# How far before its join a branch is looked for, in nodes.
-WINDOW = 160
-_CUBE = (Engine.CUBE, Engine.MIXED)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Nodes in a row that keep the same unit busy."""
-
-    nodes: tuple[Node, ...]
-    cube: bool
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -68,18 +56,6 @@ class Choice:
     branches: tuple[str, ...]
     gain: float
     why: str
-
-
-@dataclass
-class _Site:
-    join: Node
-    branches: list[list[Node]]
-    window: list[Node] = field(default_factory=list)
-
-    @property
-    def nodes(self) -> set[Node]:
-        """What the site claims for itself."""
-        return {*self.window, self.join, *(node for branch in self.branches for node in branch)}
 
 
 class AssignStreams:
@@ -116,6 +92,7 @@ class AssignStreams:
                 refusals.append(
                     Refusal(choice.join, "no gain", choice.why, "none: one stream is as fast")
                 )
+        limit_cores(gm.graph, machine)
         gm.graph.lint()
         gm.recompile()
         return (
@@ -142,114 +119,20 @@ def _no_prefill() -> Refusal:
     )
 
 
-# ------------------------------------------------------------------------------ finding the sites
-
-
 def _plans(graph: Graph, machine: Machine) -> list[_Plan]:
     """A plan for every site: those with several branches first, then the largest gain.
 
     Several branches at once (the indexer's query and head weights) need all side streams, so that
     they cannot come second.
     """
-    plans = [_Plan(graph, site, machine) for site in _sites(graph, machine)]
+    plans = [_Plan(graph, site, machine) for site in sites(graph, machine)]
     return sorted(plans, key=lambda p: (-len(p.side), -p.estimate.gain))
-
-
-def _sites(graph: Graph, machine: Machine) -> Iterator[_Site]:
-    """Joins in program order whose operands have branches with Cube work of their own."""
-    effects = Effects(graph)
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    place = {node: i for i, node in enumerate(nodes)}
-    for join in nodes:
-        branches = _leave_main(join, _branches(join, effects, place), machine)
-        if branches:
-            site = _Site(join, branches)
-            site.window = _window(site, nodes, place)
-            yield site
-
-
-def _branches(join: Node, effects: Effects, place: dict[Node, int]) -> list[list[Node]]:
-    """For each operand, the nodes that only it needs, in program order; those with Cube work."""
-    found = []
-    for operand in join.all_input_nodes:
-        cone = _exclusive_cone(operand, join, place)
-        if any(engine_of(n) is Engine.COMMUNICATION for n in cone):
-            continue
-        if any(has_effect(n) for n in cone) or not any(engine_of(n) in _CUBE for n in cone):
-            continue
-        found.append(sorted(cone, key=place.__getitem__))
-    return found
-
-
-def _exclusive_cone(operand: Node, join: Node, place: dict[Node, int]) -> set[Node]:
-    """Nodes that feed `join` through `operand` and nothing else."""
-    cone: set[Node] = set()
-    pending = [operand]
-    horizon = place[join] - WINDOW
-    while pending:
-        node = max(pending, key=lambda n: place.get(n, -1))
-        pending.remove(node)
-        known = node in place and place[node] >= horizon
-        if not known or node in cone or not all(u in cone or u is join for u in node.users):
-            continue
-        cone.add(node)
-        pending += node.all_input_nodes
-    return cone
-
-
-def _leave_main(join: Node, branches: list[list[Node]], machine: Machine) -> list[list[Node]]:
-    """Which branches move: never all that meet, the longest stays; at most one a side stream."""
-    if not branches:
-        return []
-    ranked = sorted(branches, key=lambda branch: _seconds(branch, machine), reverse=True)
-    other_work = len(branches) < len([n for n in join.all_input_nodes if n.op == "call_function"])
-    movable = ranked if other_work else ranked[1:]
-    return movable[: len(SIDE_STREAMS)]
-
-
-def _window(site: _Site, nodes: list[Node], place: dict[Node, int]) -> list[Node]:
-    """Main-stream nodes from where the branches could start until the join."""
-    moved = {node for branch in site.branches for node in branch}
-    sources = [n for node in moved for n in node.all_input_nodes if n in place and n not in moved]
-    first = max((place[n] for n in sources), default=place[site.join] - WINDOW) + 1
-    first = max(first, place[site.join] - WINDOW, 0)
-    return [n for n in nodes[first : place[site.join]] if n not in moved]
-
-
-def _seconds(nodes: Sequence[Node], machine: Machine) -> float:
-    return sum(machine.seconds(cost_of(node)) for node in nodes if not is_view(node))
-
-
-# ------------------------------------------------------------------------------ planning one site
-
-
-def segments(nodes: Sequence[Node], machine: Machine) -> list[Segment]:
-    """Runs of nodes that keep Cube busy, and runs that do not."""
-    found: list[Segment] = []
-    for cube, run in groupby(nodes, key=lambda n: not is_view(n) and engine_of(n) in _CUBE):
-        members = tuple(run)
-        found.append(Segment(members, cube, _seconds(members, machine)))
-    return _without_idle_cuts(found)
-
-
-def _without_idle_cuts(found: list[Segment]) -> list[Segment]:
-    """Join Cube segments that only views separate."""
-    joined: list[Segment] = []
-    for segment in found:
-        idle = not segment.cube and segment.seconds == 0.0
-        if joined and (idle or segment.cube == joined[-1].cube):
-            last = joined.pop()
-            nodes = last.nodes + segment.nodes
-            joined.append(Segment(nodes, last.cube, last.seconds + segment.seconds))
-        else:
-            joined.append(segment)
-    return joined
 
 
 class _Plan:
     """Where each branch's Cube segments go among the main stream's Vector segments."""
 
-    def __init__(self, graph: Graph, site: _Site, machine: Machine) -> None:
+    def __init__(self, graph: Graph, site: Site, machine: Machine) -> None:
         self.graph, self.site, self.machine = graph, site, machine
         self.main = segments(site.window, machine)
         self.side = [segments(branch, machine) for branch in site.branches]
@@ -260,7 +143,7 @@ class _Plan:
 
     def _estimate(self) -> Choice:
         event = self.machine.event
-        total = sum(_seconds(branch, self.machine) for branch in self.site.branches)
+        total = sum(seconds_of(branch, self.machine) for branch in self.site.branches)
         gaps = [i for i, s in enumerate(self.main) if not s.cube and s.seconds > 0.0]
         if not gaps:
             return self._choice(0.0, "no Vector work beside the branch")
@@ -270,11 +153,20 @@ class _Plan:
         gain = total - delay - events * event
         told = (
             f"branches {total * 1e6:.1f} us, delay of the main stream {delay * 1e6:.1f} us, "
-            f"{events} events {events * event * 1e6:.1f} us"
+            f"{events} events {events * event * 1e6:.1f} us; beside {self._beside()}"
         )
         if gain < max(LEAST_GAIN * event, LEAST_SHARE * total):
             return self._choice(min(gain, 0.0), f"not worth it: {told}")
         return self._choice(gain, told)
+
+    def _beside(self) -> str:
+        """The main stream's longest kernel in each gap that side work is laid beside."""
+        found = []
+        for gap in dict.fromkeys(self.places):
+            nodes = self.main[gap].nodes
+            longest = max(nodes, key=lambda n: seconds_of([n], self.machine))
+            found.append(op_name(longest).split("::")[-1])
+        return ", ".join(dict.fromkeys(found))
 
     def _choice(self, gain: float, why: str) -> Choice:
         return Choice(self.site.join.name, self.names, gain, why)
@@ -391,6 +283,7 @@ class _Plan:
     def _settle(self) -> str:
         """Drop events that the proof does not need; why it fails without any dropped, or ""."""
         local = _neighbourhood(self.graph, self.site)
+        limit_cores(local, self.machine)
         schedule = schedule_of(local, self.machine.aic, self.machine.aiv)
         prefix = f"{self.site.join.name}_"
         ours = [event for event in schedule.events if event.startswith(prefix)]
@@ -410,7 +303,7 @@ def _only_unneeded(schedule: object) -> bool:
     return all(problem.rule == "unneeded_event" for problem in proof.problems)
 
 
-def _neighbourhood(graph: Graph, site: _Site) -> Graph:
+def _neighbourhood(graph: Graph, site: Site) -> Graph:
     """The part of the graph that a site touches, as a graph of its own."""
     moved = {node for branch in site.branches for node in branch}
     sources = {n for node in moved for n in node.all_input_nodes if n.op == "call_function"}
@@ -436,7 +329,7 @@ def _neighbourhood(graph: Graph, site: _Site) -> Graph:
     return local
 
 
-def _ours(node: Node, site: _Site) -> bool:
+def _ours(node: Node, site: Site) -> bool:
     if node.target not in (RECORD, WAIT):
         return False
     return str(node.args[0]).startswith(f"{site.join.name}_")

@@ -11,7 +11,8 @@ Checked, each with its own rule name:
    a caching allocator that was not told of the other stream.
 4. `collective_on_side_stream`: side streams compute only.
 5. `core_overcommit`: tasks that may run at once claim more cores than the device has; and two
-   unlimited Cube tasks side by side, which take turns at best.
+   unlimited Cube tasks side by side, which take turns at best; and vector work beside a task whose
+   cores wait for each other (a collective, a kernel of both units) without limits on both.
 6. `not_joined`: a side stream whose end the main stream never awaits.
 7. `too_many_streams`: one side stream a layer; side streams are shared by all layers.
 8. `scope`: super-kernel scopes balanced, on one stream, of static compute tasks, within the limits
@@ -46,6 +47,9 @@ MAX_SCOPES = 1024
 MAX_STREAMS = 4
 
 _CUBE = (Engine.CUBE, Engine.MIXED)
+_VECTOR = (Engine.VECTOR, Engine.MIXED, Engine.COMMUNICATION)
+# Kernels whose cores wait for each other.
+_SYNCS = (Engine.MIXED, Engine.COMMUNICATION)
 
 
 @dataclass(frozen=True)
@@ -289,7 +293,7 @@ def _joined(schedule: Schedule, order: HappensBefore) -> Iterator[Problem]:
 
 
 def _cores(schedule: Schedule, order: HappensBefore) -> Iterator[Problem]:
-    busy = [t for t in schedule.tasks if t.engine not in (Engine.NONE, Engine.COMMUNICATION)]
+    busy = [t for t in schedule.tasks if t.engine is not Engine.NONE]
     by_stream: dict[str, list[Step]] = {}
     for task in busy:
         by_stream.setdefault(task.stream, []).append(task)
@@ -301,6 +305,7 @@ def _cores(schedule: Schedule, order: HappensBefore) -> Iterator[Problem]:
             if stream != task.stream
         }
         yield from _fight(task, beside)
+        yield from _starve(task, beside)
         yield from _overcommit(schedule, task, beside)
 
 
@@ -315,6 +320,26 @@ def _fight(task: Step, beside: dict[str, list[Step]]) -> Iterator[Problem]:
                     f"Cube tasks {other.name} on {other.stream!r} and {task.name} on "
                     f"{task.stream!r} may run at once, and not both have a core limit",
                     "order the two with an event, or limit the cores of both",
+                )
+                return
+
+
+def _starve(task: Step, beside: dict[str, list[Step]]) -> Iterator[Problem]:
+    """Vector work at once with a kernel that synchronises its cores, not both limited."""
+    for others in beside.values():
+        for other in others:
+            if other.stream != MAIN_STREAM and other.name < task.name:
+                continue
+            engines = task.engine, other.engine
+            if not all(e in _VECTOR for e in engines) or not any(e in _SYNCS for e in engines):
+                continue
+            if None in (task.aiv, other.aiv):
+                yield Problem(
+                    "core_overcommit",
+                    (other.name, task.name),
+                    f"{other.name} on {other.stream!r} and {task.name} on {task.stream!r} may run at "
+                    "once, one of them waits for all its vector cores, and not both have a core limit",
+                    "limit the cores of both, or order the two with an event",
                 )
                 return
 

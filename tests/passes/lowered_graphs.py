@@ -102,3 +102,33 @@ def experts(rows=16, collective=False):
         shared_up=(12288, 7168),
         shared_down=(7168, 6144),
     )
+
+
+def spread_experts(rows=16, devices=4):
+    """Routed experts that other devices hold, beside a shared expert that this one has."""
+
+    def function(x, gate, up, down, shared_up, shared_down):
+        weights, ids, _ = torch.ops.npu.npu_moe_gating_top_k(x.float() @ gate.t(), 16, norm_type=1)
+        place = ("ep", devices, 0, gate.shape[0])
+        rows_, _, whence, counts, received, _, _ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
+            x, ids, *place, shared_expert_num=0
+        )
+        grouped = {"group_list": counts, "split_item": 3, "group_type": 0, "group_list_type": 1}
+        (inner,) = torch.ops.npu.npu_grouped_matmul([rows_], [up], **grouped)
+        hidden = torch.ops.hybridge_ascend.situ_glu(inner, 4.0, 25.0)
+        (result,) = torch.ops.npu.npu_grouped_matmul([hidden], [down], **grouped)
+        routed = torch.ops.npu.npu_moe_distribute_combine_v2(
+            result, ids, whence, received, weights, *place, shared_expert_num=0
+        )
+        mixed = torch.ops.hybridge_ascend.situ_glu(x @ shared_up.t(), 4.0, 25.0)
+        return (routed + mixed @ shared_down.t()) * 2
+
+    return trace(
+        function,
+        x=(rows, 7168),
+        gate=((64, 7168), torch.float32),
+        up=(64 // devices, 7168, 6144),
+        down=(64 // devices, 3072, 7168),
+        shared_up=(12288, 7168),
+        shared_down=(7168, 6144),
+    )

@@ -173,12 +173,15 @@ _GMM_FP4 = "torchair 2.13.0 ge_converter/custom/grouped_matmul.py"
 _PROLOG = (
     "github.com/hicann/ops-transformer attention/mla_prolog_v3/docs/aclnnMlaPrologV3WeightNz.md"
 )
+_DISPATCH = "github.com/hicann/ops-transformer mc2/moe_distribute_dispatch_v2/docs (V3 interface)"
 _MEGA = "cannbot_dsl mega_recurrent_kda README"
 
 _BLOCK = Range(16, 1024, 16)
 _ON_A3, _ON_950 = frozenset({A3}), frozenset({ASCEND_950})
 _HEADS = OneOf((1, 2, 4, 8, 16, 32, 64, 128))
 _OTHER_MODEL = "the model's shape has no operator here; compile for the CPU, or another checkpoint"
+_ONE_DEVICE = "keep the experts on one device (--expert-parallel 1)"
+_FEWER = "share the experts among fewer devices"
 _PARTS = "none needed: its parts stay operators of their own"
 _OTHER_BLOCK = "choose another --block-size"
 
@@ -280,6 +283,19 @@ RULES: tuple[Rule, ...] = (
         _GMM_FP4,
         "the axis that is summed over is a multiple of 64 and not 64 itself",
     ),
+    Rule("MoeDistributeDispatchV2", "hidden size", Range(1024, 8192), _DISPATCH, _ONE_DEVICE),
+    Rule(
+        "MoeDistributeDispatchV2",
+        "tokens a device",
+        Range(1, 512),
+        _DISPATCH,
+        "choose a smaller bucket; longer prefills exchange rows with sizes known at run time only "
+        "(all_to_all), which no static graph holds",
+    ),
+    Rule("MoeDistributeDispatchV2", "choices a token", Range(1, 16), _DISPATCH, _ONE_DEVICE),
+    Rule("MoeDistributeDispatchV2", "experts", Range(1, 1024), _DISPATCH, _ONE_DEVICE),
+    Rule("MoeDistributeDispatchV2", "devices", Range(2, 768), _DISPATCH, _FEWER, _ON_A3),
+    Rule("MoeDistributeDispatchV2", "devices", Range(2, 1024), _DISPATCH, _FEWER, _ON_950),
     Rule(
         "MegaRecurrentKda", "batch", Range(16, 256, 16), _MEGA, "use a bucket of 16 rows", _ON_950
     ),

@@ -31,13 +31,14 @@ from hybridge.compiler.targets.ascend.operators import define_operators
 from hybridge.compiler.targets.ascend.own_converters import definitions, register_own_converters
 from hybridge.ir.effects import op_name
 from hybridge.ir.schedule import MAIN_STREAM
-from hybridge.ir.schedule_ops import RECORD, SUPER_KERNEL, WAIT, stream_of
+from hybridge.ir.schedule_ops import CORES, RECORD, SUPER_KERNEL, WAIT, stream_of
 
 DEVICE = "npu:0"
 # What the attributes of a GE node are called, as torchair writes them.
 STREAM_LABEL = "_user_stream_label"
 SUPER_KERNEL_SCOPE = "_super_kernel_scope"
 SUPER_KERNEL_OPTIONS = "_super_kernel_options"
+CORE_LIMITS = ("_op_aicore_num", "_op_vectorcore_num")
 CONTROL = ":-1"  # how GE writes the control output of a node
 
 
@@ -231,6 +232,10 @@ def _scope_attributes(node: fx.Node) -> tuple[tuple[str, str], ...]:
     stream = stream_of(node)
     if stream != MAIN_STREAM:
         found.append((STREAM_LABEL, stream))
+    if CORES in node.meta:
+        found += [
+            (name, str(count)) for name, count in zip(CORE_LIMITS, node.meta[CORES], strict=True)
+        ]
     if SUPER_KERNEL in node.meta:
         found += [(SUPER_KERNEL_SCOPE, str(node.meta[SUPER_KERNEL])), (SUPER_KERNEL_OPTIONS, "")]
     return tuple(found)
@@ -342,6 +347,13 @@ def _cache_copies(graph: Any, caches: dict[str, str]) -> Iterator[CacheCopy]:
             yield CacheCopy(op.name, caches[source.name], cause)
 
 
+_SHOWN = (
+    (STREAM_LABEL, "stream"),
+    (SUPER_KERNEL_SCOPE, "super_kernel"),
+    *zip(CORE_LIMITS, ("aic", "aiv"), strict=True),
+)
+
+
 def _text(graph: Any) -> str:
     """One line a node: `MatMul_1 = MatMul(x, w) stream=side after MatMul`."""
     lines = []
@@ -352,7 +364,7 @@ def _text(graph: Any) -> str:
         if op.output_desc:
             shapes = [f"[{','.join(map(str, desc.shape.dim))}]" for desc in op.output_desc]
             line += f" -> {' '.join(shapes)}"
-        for attribute, shown in ((STREAM_LABEL, "stream"), (SUPER_KERNEL_SCOPE, "super_kernel")):
+        for attribute, shown in _SHOWN:
             if attribute in op.attr:
                 line += f" {shown}={op.attr[attribute].s.decode()}"
         lines.append(line + (f" after {', '.join(control)}" if control else ""))

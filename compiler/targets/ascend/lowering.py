@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,11 @@ from hybridge.artifacts.errors import CompileError, UsageError
 from hybridge.compiler.targets.ascend.choose_prologs import Prologs, choose_prologs
 from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.device_state import DeviceCache
+from hybridge.compiler.targets.ascend.expert_parallel import (
+    ExpertParallel,
+    expert_weights,
+    own_part,
+)
 from hybridge.compiler.targets.ascend.fuse_add_rms_norm import fuse_add_rms_norm
 from hybridge.compiler.targets.ascend.lowerings import attention, attn_res, elementwise, kda, moe
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket, Context, PagedLatent
@@ -106,6 +111,7 @@ def lower(
     caches: Sequence[CacheShape],
     latent_width: int,
     dtype: torch.dtype = torch.bfloat16,
+    parallel: ExpertParallel | None = None,
 ) -> Lowered:
     """Lower one phase's fused graph.
 
@@ -117,6 +123,7 @@ def lower(
         caches: the caches of the graph signature.
         latent_width: columns of a latent cache that are its latent part; the rest is rope.
         dtype: of activations and matrices; fp32 only to compare with eager.
+        parallel: this device's place among those that share the experts; None for a device alone.
 
     Raises:
         UsageError: an unknown SoC, or decode sizes with T != B.
@@ -132,8 +139,10 @@ def lower(
         )
     define_operators()
     prologs = choose_prologs(graph_module, soc, bucket)
+    parallel = parallel or ExpertParallel()
     plan = _plan_inputs(graph_module, soc, bucket, caches, latent_width, dtype, prologs)
-    context = Context(soc, dtype, bucket)
+    plan = _shared_experts(graph_module, plan, parallel)
+    context = Context(soc, dtype, bucket, parallel)
     traced = _trace(graph_module, plan, context, prologs)
     _report(context)
     weights = prepare_weights(traced, plan.weights)
@@ -231,6 +240,16 @@ def _plan_inputs(
         device_caches(caches, bucket, latent_width, dtype),
         tuple(weights),
     )
+
+
+def _shared_experts(gm: fx.GraphModule, plan: _Plan, parallel: ExpertParallel) -> _Plan:
+    """The plan with this device's part of the experts' weights."""
+    if parallel.devices == 1:
+        return plan
+    names = _weight_names(gm)
+    shared = {names[node] for node in expert_weights(gm)}
+    weights = tuple(own_part(w, parallel) if w.name in shared else w for w in plan.weights)
+    return replace(plan, weights=weights)
 
 
 def _key_up_name(names: Mapping[fx.Node, str], site: PrologSite) -> str:

@@ -121,6 +121,40 @@ def _scatter_functional(
     return torch.empty_like(key_cache), torch.empty_like(value_cache)
 
 
+def _dispatch(
+    x: Tensor,
+    expert_ids: Tensor,
+    group_ep: str,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
+    *,
+    quant_mode: int = 0,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    local = moe_expert_num // ep_world_size
+    count = x.shape[0] * ep_world_size * min(local, expert_ids.shape[1])
+    rows = x.new_empty((count, x.shape[1]))
+    scales = x.new_empty(count, dtype=torch.float32)
+    if quant_mode == 4:
+        rows = rows.to(torch.float8_e4m3fn)
+        width = (math.ceil(x.shape[1] / 32) + 1) // 2 * 2
+        scales = x.new_empty((count, width), dtype=torch.uint8)
+    return (
+        rows,
+        scales,
+        x.new_empty(max(expert_ids.numel(), count * 128), dtype=torch.int32),
+        x.new_empty(local, dtype=torch.int64),
+        x.new_empty(ep_world_size * local, dtype=torch.int32),
+        x.new_empty(0, dtype=torch.int32),
+        x.new_empty(0, dtype=torch.float32),
+    )
+
+
+def _combine(expand_x: Tensor, expert_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+    return expand_x.new_empty((expert_ids.shape[0], expand_x.shape[1]))
+
+
 def _halved(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
@@ -190,6 +224,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "npu::npu_mla_prolog_v3_functional": _mla_prolog_functional,
     "npu::npu_scatter_pa_kv_cache": _nothing,
     "npu::npu_scatter_pa_kv_cache_functional": _scatter_functional,
+    "npu::npu_moe_distribute_dispatch_v2": _dispatch,
+    "npu::npu_moe_distribute_combine_v2": _combine,
     "npu::npu_swiglu": _halved,
     "npu::npu_moe_gating_top_k": _gating,
     "npu::npu_moe_init_routing_v2": _init_routing,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from hybridge.compiler.targets.ascend.constraints import Violation, violations
+from hybridge.compiler.targets.ascend.expert_parallel import ExpertParallel
 from hybridge.ops.registry import find
 
 
@@ -56,6 +57,7 @@ class Context:
 
     Attributes:
         soc: the target. dtype: of activations.
+        parallel: this device's place among those that share the experts.
         violations: broken constraints so far.
         sites: see `Lowered`.
         node: the fused graph's node that is being lowered.
@@ -66,6 +68,7 @@ class Context:
     soc: str
     dtype: torch.dtype
     bucket: Bucket
+    parallel: ExpertParallel = field(default_factory=ExpertParallel)
     violations: list[Violation] = field(default_factory=list)
     sites: dict[str, list[str]] = field(default_factory=dict)
     node: fx.Node | None = None

@@ -15,6 +15,7 @@ from hybridge.compiler.targets.ascend.npu_reference import (
     attention,
     attn_res,
     basic,
+    expert_parallel,
     kda,
     mla_prolog,
     moe,
@@ -27,4 +28,5 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     **mla_prolog.REFERENCES,
     **attn_res.REFERENCES,
     **moe.REFERENCES,
+    **expert_parallel.REFERENCES,
 }

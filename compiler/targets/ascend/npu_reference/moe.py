@@ -151,6 +151,8 @@ def grouped_matmul(
 ) -> list[Tensor]:
     """Rows of x in groups, each times its own [K, N] of weight [E, K, N]; sizes are counts.
 
+    Rows behind the last group are undefined (here zero).
+
     With antiquant_scale: MXFP8 rows (per_token_scale) times MXFP4 weights, both dequantised.
     Source: torch_npu.npu_grouped_matmul, op-plugin documentation; the MXFP4 form as
     hicann/cann-recipes-infer module/quantization/mxfp4.py calls it.
@@ -163,10 +165,12 @@ def grouped_matmul(
         rows = _from_mx(rows, per_token_scale[0])
         scales = antiquant_scale[0].transpose(1, 2)
         experts = _from_mx(_from_fp4(experts.transpose(1, 2)), scales).transpose(1, 2)
-    pieces = wide(rows).split(group_list.tolist())
+    sizes = group_list.tolist()
+    behind = rows.shape[0] - sum(sizes)
+    pieces = wide(rows)[: sum(sizes)].split(sizes)
     results = [piece @ wide(expert) for piece, expert in zip(pieces, experts, strict=True)]
     dtype = x[0].dtype if antiquant_scale is None else torch.bfloat16
-    return [torch.cat(results).to(dtype)]
+    return [F.pad(torch.cat(results), (0, 0, 0, behind)).to(dtype)]
 
 
 REFERENCES: dict[str, Callable[..., Any]] = {

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hybridge.ops  # noqa: F401  (registers the vocabulary)
 from hybridge.compiler.targets.ascend.device_state import from_device, to_device
+from hybridge.compiler.targets.ascend.expert_parallel import ExpertParallel
 from hybridge.compiler.targets.ascend.lowering import Lowered, lower
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket
 from hybridge.compiler.targets.ascend.prepared_weights import apply_steps
@@ -34,7 +35,12 @@ class Case:
     phase: str
     function: Callable[..., Any]
 
-    def lower(self, soc: str, dtype: torch.dtype = torch.float32) -> Lowered:
+    def lower(
+        self,
+        soc: str,
+        dtype: torch.dtype = torch.float32,
+        parallel: ExpertParallel | None = None,
+    ) -> Lowered:
         return lower(
             self.graph,
             soc=soc,
@@ -43,6 +49,7 @@ class Case:
             caches=self.caches,
             latent_width=512,
             dtype=dtype,
+            parallel=parallel,
         )
 
     def eager(self) -> tuple[Any, dict[str, Tensor]]:

@@ -176,7 +176,9 @@ def attn_res_case():
     return make_case(function, values)
 
 
-def moe_case(activation, mxfp4=False, renormalize=True):
+def moe_case(activation, mxfp4=False, renormalize=True, width=128, decode=False):
+    tokens = 4 if decode else 8
+
     def function(x, hidden, gate, bias, **rest):
         ids, weights = OPS.moe_route(
             hidden, gate, bias, top_k=3, renormalize=renormalize, scale=1.5
@@ -188,17 +190,17 @@ def moe_case(activation, mxfp4=False, renormalize=True):
         return OPS.moe_experts(x, ids, weights, rest["up"], rest["down"], **attributes)
 
     values = {
-        "x": torch.randn(8, 128),
-        "hidden": torch.randn(8, 24),
+        "x": torch.randn(tokens, width),
+        "hidden": torch.randn(tokens, 24),
         "gate": torch.randn(6, 24),
         "bias": torch.randn(6),
     }
     if mxfp4:
-        values["up"] = torch.randint(0, 256, (6, 256, 64), dtype=torch.uint8)
-        values["up_scale"] = torch.randint(118, 122, (6, 256, 4), dtype=torch.uint8)
-        values["down"] = torch.randint(0, 256, (6, 128, 64), dtype=torch.uint8)
-        values["down_scale"] = torch.randint(118, 122, (6, 128, 4), dtype=torch.uint8)
+        values["up"] = torch.randint(0, 256, (6, 256, width // 2), dtype=torch.uint8)
+        values["up_scale"] = torch.randint(118, 122, (6, 256, width // 32), dtype=torch.uint8)
+        values["down"] = torch.randint(0, 256, (6, width, 64), dtype=torch.uint8)
+        values["down_scale"] = torch.randint(118, 122, (6, width, 4), dtype=torch.uint8)
     else:
-        values["up"] = torch.randn(6, 256, 128) / 11
-        values["down"] = torch.randn(6, 128, 128) / 11
-    return make_case(function, values)
+        values["up"] = torch.randn(6, 256, width) / width**0.5
+        values["down"] = torch.randn(6, width, 128) / 11
+    return make_case(function, values, decode=decode)

@@ -12,7 +12,7 @@ from hybridge.passes.assign_streams import AssignStreams
 from hybridge.passes.merge_super_kernels import MergeSuperKernels, SuperKernelPolicy
 
 from . import op_cases as cases
-from .lowered_graphs import MACHINE, experts, indexer_prolog
+from .lowered_graphs import MACHINE, experts, indexer_prolog, spread_experts
 
 pytestmark = pytest.mark.skipif(
     stand_in.find_wheel() is None,
@@ -132,7 +132,7 @@ def label(op, name):
     return op.attr[name].s.decode() if name in op.attr else ""
 
 
-@pytest.mark.parametrize("make", [indexer_prolog, experts])
+@pytest.mark.parametrize("make", [indexer_prolog, experts, spread_experts])
 def test_streams_and_scopes_are_read_back_from_the_protobuf(make):
     gm, graph = lowered(make)
     wanted = {n.meta.get("stream", "main") for n in gm.graph.nodes}
@@ -141,6 +141,20 @@ def test_streams_and_scopes_are_read_back_from_the_protobuf(make):
     scopes = {n.meta["super_kernel"] for n in gm.graph.nodes if "super_kernel" in n.meta}
     assert {label(op, "_super_kernel_scope") for op in graph.op} - {""} == scopes
     assert all("_user_stream_label" not in op.attr for op in graph.op if op.type == "Data")
+
+
+def test_core_limits_are_read_back_from_the_protobuf():
+    gm, graph = lowered(spread_experts)
+    wanted = {tuple(map(str, n.meta["cores"])) for n in gm.graph.nodes if "cores" in n.meta}
+    assert wanted
+    limits = [
+        (label(op, "_op_aicore_num"), label(op, "_op_vectorcore_num"))
+        for op in graph.op
+        if "_op_vectorcore_num" in op.attr
+    ]
+    assert set(limits) == wanted
+    far = [op for op in graph.op if op.type.startswith("MoeDistribute")]
+    assert any("_op_vectorcore_num" in op.attr for op in far)
 
 
 def test_events_are_control_edges_between_the_operators_that_were_meant():
