@@ -98,6 +98,20 @@ Examples:
     default="",
     help="Ascend: static sizes, such as decode=16,prefill=1024,sequences=4,blocks=1024.",
 )
+@click.option(
+    "--expert-parallel",
+    "devices",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ascend: devices that share the experts; each gets an artifact of its own.",
+)
+@click.option(
+    "--expert-rank",
+    "rank",
+    type=click.IntRange(min=0),
+    metavar="R",
+    help="Ascend: which of the N devices this artifact is for.  [default: 0]",
+)
 @click.option("--no-streams", is_flag=True, help="Ascend: keep everything on one stream.")
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is there.")
 @click.option("--dumps", is_flag=True, help="Keep the graph after each pass, in dumps/.")
@@ -121,6 +135,8 @@ def compile_command(
     cann: str | None,
     nz: str | None,
     buckets: str,
+    devices: int | None,
+    rank: int | None,
     no_streams: bool,
     overwrite: bool,
     dumps: bool,
@@ -145,7 +161,7 @@ def compile_command(
         weights=weights,
         block_size=block_size,
         activations=activations,
-        ascend=_ascend_options(target, cann, nz, buckets, no_streams),
+        ascend=_ascend_options(target, cann, nz, buckets, devices, rank, no_streams),
         overwrite=overwrite,
         dumps=dumps,
         check_passes=check_passes,
@@ -159,7 +175,13 @@ def compile_command(
 
 
 def _ascend_options(
-    target: str, cann: str | None, nz: str | None, buckets: str, no_streams: bool
+    target: str,
+    cann: str | None,
+    nz: str | None,
+    buckets: str,
+    devices: int | None,
+    rank: int | None,
+    no_streams: bool,
 ) -> AscendOptions | None:
     """The options of an Ascend target; None where none was given."""
     from hybridge.compiler.targets.ascend.artifact import parse_buckets
@@ -168,6 +190,8 @@ def _ascend_options(
     given: dict[str, Any] = dict(parse_buckets(buckets))
     given |= {"cann_version": cann} if cann else {}
     given |= {"nz": nz} if nz else {}
+    given |= {"expert_parallel": devices} if devices else {}
+    given |= {"expert_rank": rank} if rank is not None else {}
     given |= {"streams": False} if no_streams else {}
     return AscendOptions(target, **given) if given else None
 

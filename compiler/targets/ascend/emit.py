@@ -17,6 +17,7 @@ from hybridge.artifacts.errors import CompileError, UsageError
 from hybridge.artifacts.manifest import PhaseSpec, StateSpec, TensorSpec
 from hybridge.compiler.targets.ascend import convert as ge
 from hybridge.compiler.targets.ascend.constraints import SOCS
+from hybridge.compiler.targets.ascend.expert_parallel import ExpertParallel
 from hybridge.compiler.targets.ascend.graph_source import graph_json, python_source
 from hybridge.compiler.targets.ascend.lowering import Lowered, lower
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket
@@ -61,6 +62,7 @@ class AscendOptions:
         decode_sequences: B (and T) of the decode graph.
         prefill_tokens: T of the prefill graph. prefill_sequences: its B.
         block_size: rows a cache block. blocks: N. columns: M. slots: recurrent states.
+        expert_parallel: devices that share the experts. expert_rank: this one's place among them.
         convert: whether to make the GE graph; without, the rest is made and the wheel not needed.
     """
 
@@ -76,6 +78,8 @@ class AscendOptions:
     blocks: int = 1024
     columns: int = 64
     slots: int = 16
+    expert_parallel: int = 1
+    expert_rank: int = 0
     convert: bool = True
 
     def bucket(self, phase: str) -> Bucket:
@@ -195,6 +199,7 @@ def _emit_phase(
             bucket=options.bucket(phase),
             caches=traced.caches,
             latent_width=config.kv_lora_rank,
+            parallel=ExpertParallel(options.expert_parallel, options.expert_rank),
         ),
     )
     assert soc is not None  # lower has refused any other
