@@ -16,7 +16,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 
 ROOMS := artifacts compiler ir kernels models ops passes runner
 NATIVE := CMakeLists.txt $(shell find kernels -name '*.txt' -o -name '*.map' -o -name '*.cpp' -o -name '*.h')
-FORMATTED_CXX := $(filter %.cpp %.h,$(NATIVE))
+FORMATTED_CXX := $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/kernels/*.cpp)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo install test lint format bench soak sanitize clean
@@ -49,7 +49,7 @@ bench: $(VENV)/installed-dev ## time compiled graphs and print the table
 soak: $(VENV)/installed-dev ## the property tests with many more examples than in `make test`
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -n $(TEST_WORKERS) -m hypothesis
 
-sanitize: $(VENV)/installed-dev ## the native kernels' tests under AddressSanitizer and UBSan
+sanitize: $(VENV)/installed-dev ## the native kernels under AddressSanitizer, UBSan and ThreadSanitizer
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash tests/kernels/sanitize.sh
 
 clean: ## remove .venv and everything built

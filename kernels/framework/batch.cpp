@@ -1,6 +1,8 @@
 #include "framework/batch.h"
 
+#include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace hybridge {
@@ -9,12 +11,12 @@ namespace {
 void check_block_ids(const Tensor& block_table, const PagedCache& cache, const Batch& batch,
                      int64_t b) {
   const int64_t length = batch.length(b);
-  if (length > cache.block * cache.table_width) {
+  const int64_t used = (length + cache.block - 1) / cache.block;
+  if (used > cache.table_width) {
     block_table.fail(text("sequence ", b, " has ", length, " tokens, more than ", cache.table_width,
                           " blocks of ", cache.block, " hold"),
                      "widen the table or shorten the sequence");
   }
-  const int64_t used = (length + cache.block - 1) / cache.block;
   for (int64_t i = 0; i < used; ++i) {
     const int32_t id = cache.table[b * cache.table_width + i];
     if (id < 0 || id >= cache.blocks) {
@@ -22,6 +24,20 @@ void check_block_ids(const Tensor& block_table, const PagedCache& cache, const B
                             cache.blocks, " blocks"),
                        text("the first ", used, " entries of row ", b, " must name blocks in use"));
     }
+  }
+}
+
+// The cost follows the tokens of the call, not the size of the cache.
+void check_slots_differ(const Tensor& slot_numbers) {
+  std::vector<std::pair<int32_t, int64_t>> sorted;
+  for (int64_t i = 0; i < slot_numbers.elements(); ++i) {
+    if (slot_numbers.i32()[i] >= 0) sorted.emplace_back(slot_numbers.i32()[i], i);
+  }
+  std::sort(sorted.begin(), sorted.end());
+  for (size_t i = 1; i < sorted.size(); ++i) {
+    if (sorted[i].first != sorted[i - 1].first) continue;
+    slot_numbers.fail(text(sorted[i].first, " at index ", sorted[i].second, " is used twice"),
+                      "give each a slot of its own");
   }
 }
 
@@ -81,7 +97,8 @@ PagedCache check_paged_cache(const Tensor& cache, const Tensor& block_table, con
 void check_slots(const Tensor& slot_numbers, int64_t slots, const char* what) {
   const int32_t* numbers = slot_numbers.i32();
   const int64_t count = slot_numbers.elements();
-  std::vector<bool> taken(static_cast<size_t>(slots), false);
+  bool ascending = true;
+  int32_t largest = -1;
   for (int64_t i = 0; i < count; ++i) {
     const int32_t slot = numbers[i];
     if (slot == -1) continue;
@@ -89,12 +106,10 @@ void check_slots(const Tensor& slot_numbers, int64_t slots, const char* what) {
       slot_numbers.fail(text(slot, " at index ", i, " is outside the ", slots, " ", what),
                         "use a number in range, or -1 for none");
     }
-    if (taken[static_cast<size_t>(slot)]) {
-      slot_numbers.fail(text(slot, " at index ", i, " is used twice"),
-                        "give each a slot of its own");
-    }
-    taken[static_cast<size_t>(slot)] = true;
+    ascending = ascending && slot > largest;
+    largest = std::max(largest, slot);
   }
+  if (!ascending) check_slots_differ(slot_numbers);
 }
 
 }  // namespace hybridge

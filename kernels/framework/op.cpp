@@ -24,6 +24,17 @@ bool succeeded(const abi::Api* api, abi::Status* status) {
   return false;
 }
 
+// Whether every product of dimensions fits in an int64_t with room to spare. An empty tensor may
+// have any dimensions beside the zero.
+bool counts_fit(const Shape& shape) {
+  int64_t product = 1;
+  for (size_t axis = 0; axis < shape.rank; ++axis) {
+    if (shape[axis] == 0) continue;
+    if (__builtin_mul_overflow(product, shape[axis], &product)) return false;
+  }
+  return product <= int64_t{1} << 62;
+}
+
 template <class Value>
 Value required(std::optional<Value> value, const char* name) {
   if (!value) {
@@ -114,6 +125,11 @@ Tensor Context::input(size_t index) const {
     throw OpError(text("input ", description.name), text("has ", rank, " dimensions"),
                   "pass at most 8");
   }
+  if (!counts_fit(shape)) {
+    throw OpError(text("input ", description.name),
+                  text("the sizes in shape ", shape.str(), " multiply to more than 2^62"),
+                  "pass the shape of a tensor that memory can hold");
+  }
 
   const DType dtype = static_cast<DType>(element);
   if (std::find(description.dtypes.begin(), description.dtypes.end(), dtype) ==
@@ -147,10 +163,8 @@ Tensor Context::output(size_t index, const Shape& shape) const {
 
 Tensor Context::in_place(const Tensor& input, size_t output_index) const {
   Tensor out = output(output_index, input.shape());
-  if (out.raw() != input.raw()) {
-    std::memcpy(out.raw(), input.raw(),
-                static_cast<size_t>(input.elements()) * dtype_size(input.dtype()));
-  }
+  const size_t bytes = static_cast<size_t>(input.elements()) * dtype_size(input.dtype());
+  if (out.raw() != input.raw() && bytes > 0) std::memcpy(out.raw(), input.raw(), bytes);
   return out;
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -55,6 +56,8 @@ abi::Status* guarded(const char* op, const Body& body) {
   } catch (const OpError& error) {
     message = error.what();
     code = abi::kInvalidArgument;
+  } catch (const std::bad_alloc&) {
+    message = "no memory for its working buffers; remedy: fewer tokens a call, or free memory";
   } catch (const std::exception& error) {
     message = error.what();
   } catch (...) {

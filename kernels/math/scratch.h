@@ -7,6 +7,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
 
 namespace hybridge {
 
@@ -31,7 +36,16 @@ class ScratchArena {
   template <typename T>
   T* take(std::size_t count) {
     char* piece = memory_ == nullptr ? nullptr : memory_ + used_;
-    used_ += (count * sizeof(T) + 63) / 64 * 64;
+    // A size that overflowed, or was negative, must not pass for a small one.
+    if (count > (std::size_t{1} << 56) / sizeof(T)) throw std::bad_alloc();
+    const std::size_t size = count * sizeof(T);
+    used_ += (size + 63) / 64 * 64;
+#if defined(__SANITIZE_ADDRESS__)
+    // An access between the pieces is an error like one outside an allocation.
+    used_ += 64;
+    if (piece != nullptr)
+      __asan_poison_memory_region(piece + size, used_ - (piece - memory_) - size);
+#endif
     return reinterpret_cast<T*>(piece);
   }
 

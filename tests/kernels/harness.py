@@ -13,6 +13,8 @@ from onnx import TensorProto, helper
 
 import hybridge.kernels
 
+from . import recording
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _ELEMENT = {
     np.dtype(np.float32): TensorProto.FLOAT,
@@ -21,6 +23,7 @@ _ELEMENT = {
     np.dtype(np.int64): TensorProto.INT64,
     BFLOAT16: TensorProto.BFLOAT16,
 }
+_RECORDING = recording.Recording()
 LEVELS = ("plain", "avx2", "avx512", "avx512_bf16")
 
 
@@ -105,10 +108,23 @@ class Operator:
     ) -> None:
         self.alias = dict(alias or {})
         self.outputs = {name: np.dtype(dtype) for name, dtype in outputs.items()}
+        self.op, self.attributes = op, attributes
         self.session = _session(op, inputs, self.outputs, attributes, threads)
 
     def __call__(self, inputs: Mapping[str, np.ndarray | None]) -> list[np.ndarray]:
         """The outputs that alias nothing; aliased inputs are changed in place."""
+        if not _RECORDING:
+            return self._run(inputs)
+        call = recording.entry(self.op, self.attributes, inputs, self.outputs, self.alias, _ELEMENT)
+        try:
+            results = self._run(inputs)
+        except Exception:
+            _RECORDING.add(call, failed=True)
+            raise
+        _RECORDING.add(call, failed=False)
+        return results
+
+    def _run(self, inputs: Mapping[str, np.ndarray | None]) -> list[np.ndarray]:
         binding = self.session.io_binding()
         values = {k: _ort_value(a) for k, a in inputs.items() if a is not None}
         for name, value in values.items():
