@@ -6,9 +6,11 @@ that does not fit is refused before it runs, and one that runs never fails for w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,8 @@ from hybridge.runner.model import Model
 from hybridge.runner.sampling import Sampler, SamplingOptions
 
 FinishReason = Literal["stop", "length", "error"]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _NO_ROOM = "free a sequence, wait for one to finish, or load with more blocks or slots"
 
 
@@ -71,8 +75,24 @@ class _Sequence:
         return Row(new, self.cached, self.block_numbers, self.slot)
 
 
+def _one_at_a_time(
+    method: Callable[Concatenate[Engine, _P], _R],
+) -> Callable[Concatenate[Engine, _P], _R]:
+    """A method of the engine that waits while another thread is in one."""
+
+    @functools.wraps(method)
+    def waiting(self: Engine, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return waiting
+
+
 class Engine:
-    """Serves sequences on a loaded model. Not for use by several threads at a time.
+    """Serves sequences on a loaded model.
+
+    Several threads may use an engine: one method runs at a time, and a step advances the sequences
+    of all. A forked child must load its own.
 
     Args:
         model: the loaded model; an engine owns its caches.
@@ -81,6 +101,7 @@ class Engine:
 
     def __init__(self, model: Model, prefill_chunk: int | None = None) -> None:
         self.model = model
+        self._lock = threading.RLock()
         chunk = model.artifact.manifest.defaults.prefill_chunk
         self.prefill_chunk = _positive(
             "prefill_chunk", chunk if prefill_chunk is None else prefill_chunk
@@ -109,10 +130,12 @@ class Engine:
         return self._slots.free
 
     @property
+    @_one_at_a_time
     def active(self) -> tuple[int, ...]:
         """The sequences that are not finished, oldest first."""
         return tuple(s.sequence_id for s in self._sequences.values() if s.finish_reason is None)
 
+    @_one_at_a_time
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -151,6 +174,7 @@ class Engine:
         self._sequences[chosen] = sequence
         return chosen
 
+    @_one_at_a_time
     def step(self) -> list[TokenEvent]:
         """Run one chunk of prefill if any sequence waits for it, then one token of all the others.
 
@@ -163,15 +187,18 @@ class Engine:
             events += self._advance("decode", decoding, [1] * len(decoding))
         return events
 
+    @_one_at_a_time
     def tokens(self, sequence_id: int) -> list[int]:
         """The tokens that a sequence has generated so far."""
         sequence = self._get(sequence_id)
         return sequence.tokens[sequence.prompt_length :]
 
+    @_one_at_a_time
     def finish_reason(self, sequence_id: int) -> FinishReason | None:
         """Why a sequence ended, or None while it goes on."""
         return self._get(sequence_id).finish_reason
 
+    @_one_at_a_time
     def free(self, sequence_id: int) -> None:
         """Forget a sequence, finished or not.
 
@@ -202,19 +229,32 @@ class Engine:
         given = 0
         try:
             while True:
-                sequence = self._get(sequence_id)
-                new = sequence.tokens[sequence.prompt_length + given :]
+                new, finish_reason, error = self._since(sequence_id, given)
                 given += len(new)
                 yield from new
-                if sequence.error is not None:
-                    raise sequence.error
-                if sequence.finish_reason is not None:
+                if error is not None:
+                    raise error
+                if finish_reason is not None:
                     return
                 self.step()
         finally:
-            if sequence_id in self._sequences:
-                self.free(sequence_id)
+            self._forget(sequence_id)
 
+    @_one_at_a_time
+    def _since(
+        self, sequence_id: int, given: int
+    ) -> tuple[list[int], FinishReason | None, HybridgeError | None]:
+        """The tokens past the first `given`, and how the sequence stands after them."""
+        sequence = self._get(sequence_id)
+        new = sequence.tokens[sequence.prompt_length + given :]
+        return new, sequence.finish_reason, sequence.error
+
+    @_one_at_a_time
+    def _forget(self, sequence_id: int) -> None:
+        if sequence_id in self._sequences:
+            self.free(sequence_id)
+
+    @_one_at_a_time
     def logits(
         self,
         prompt_ids: Sequence[int],

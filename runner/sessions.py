@@ -14,7 +14,9 @@ What onnxruntime 1.32 really does, measured (weights of 256 MB, resident memory 
 
 from __future__ import annotations
 
+import ctypes
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -119,6 +121,23 @@ class WeightValues:
             )
 
 
+_open_sessions: weakref.WeakSet[PhaseSession] = weakref.WeakSet()
+
+
+def _keep_sessions_of_parent() -> None:
+    """In a forked child: let no session end, for onnxruntime then waits for its pool's threads.
+
+    A child has none of its parent's threads. The reference is one that nothing gives back, not
+    even the interpreter when it ends.
+    """
+    for session in _open_sessions:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_sessions_of_parent)
+
+
 class PhaseSession:
     """One graph, with its states bound in place and its index inputs kept between calls.
 
@@ -142,6 +161,7 @@ class PhaseSession:
         settings: SessionSettings,
     ) -> None:
         self.phase = phase
+        self._process = os.getpid()
         self._weights = weights
         self._session = _open_session(artifact, phase, weights, settings)
         self._binding = self._session.io_binding()
@@ -150,6 +170,7 @@ class PhaseSession:
         self._logits: Array | None = None
         self._values: dict[str, Any] = {}
         self._bind_states(artifact, states)
+        _open_sessions.add(self)
 
     def _bind_states(self, artifact: Artifact, states: Mapping[str, Array]) -> None:
         outputs = {item.name for item in self._session.get_outputs()}
@@ -176,8 +197,14 @@ class PhaseSession:
             Logits [L, vocab] fp32, in memory that the next call writes again.
 
         Raises:
-            RunError: the graph failed; the states of the batch's sequences are then undefined.
+            RunError: the graph failed; the states of the batch's sequences are then undefined. Or
+                this is a child, forked after loading.
         """
+        if os.getpid() != self._process:
+            raise RunError(
+                "the model was loaded before this process was forked, and its threads stayed behind",
+                "load it in the child",
+            )
         for name, values in batch.items():
             if name in self._inputs:
                 self._put(name, values)

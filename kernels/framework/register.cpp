@@ -1,5 +1,6 @@
 // The library's entry point: describes every operator to onnxruntime.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -22,7 +23,8 @@ std::vector<OpDescription>& descriptions() {
   return all;
 }
 
-const abi::Api* g_api = nullptr;
+// The same each time; sessions may be made in several threads.
+std::atomic<const abi::Api*> g_api{nullptr};
 
 // What onnxruntime holds: the C structure first, so that a pointer to it is a pointer to this.
 //
