@@ -130,8 +130,12 @@ def row_cases(rng: np.random.Generator, dtype: object) -> list[Case]:
     cache = draw(4, 3, 1, 21).astype(dtype)
     written = {"cache": cache, "rows": draw(3, 1, 21), "slot_mapping": i32([11, -1, 4])}
     state = {"state": draw(5, 2, 7).astype(dtype), "rows": draw(3, 2, 7)}
-    stages = ("numerator", "logit_max", "exp_sum")
-    statistics = dict(zip(stages, (draw(4, 19), draw(4), np.exp(draw(4))), strict=True))
+    stages = test_attn_res.STATISTICS
+    shapes = ((2, 4, 19), (2, 4), (2, 4))
+    statistics = {n: np.exp(draw(*shape)) for n, shape in zip(stages, shapes, strict=True)}
+    update = {"prefix": draw(4, 19), "query": draw(19), **statistics}
+    norm = {"norm_weight": draw(19).astype(dtype)}
+    site = {"site": 1, "eps": 1e-5}
     return [
         Case("Linear", {"x": draw(9, 33), "weight": draw(6, 33).astype(dtype)}, {"out": F32},
              {"bf16_activations": 1}, free={"x": {0}, "weight": {0}}),
@@ -141,8 +145,11 @@ def row_cases(rng: np.random.Generator, dtype: object) -> list[Case]:
         Case("AttnResPrepare", {"sources": sources, "queries": queries},
              dict.fromkeys(stages, F32), {"eps": 1e-5},
              free={"sources": {0, 1}, "queries": {0}}),
-        Case("AttnResUpdate", {"prefix": draw(4, 19), "query": draw(19), **statistics},
-             {"output": F32}, {"eps": 1e-5}),
+        Case("AttnResUpdate", update, {"output": F32}, site),
+        Case("AttnResUpdateNorm", {**update, **norm}, {"output": F32}, {**site, "norm_eps": 1e-5}),
+        Case("AttnResAddUpdateNorm",
+             {"prefix": draw(4, 19), "delta": draw(4, 19), **update, **norm},
+             {"new_prefix": F32, "output": F32}, {**site, "norm_eps": 1e-5}),
         Case("PagedWrite", written, {"cache_out": dtype}, alias={"cache_out": "cache"},
              free={"cache": {0, 1}}),
         Case("StateWrite", {**state, "state_slot": i32([4, -1, 0])}, {"state_out": dtype},

@@ -105,9 +105,7 @@ def test_extreme_sources(level, rng):
         np.testing.assert_allclose(merged, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("narrow_weight", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 16), (5, 37), (40, 130), (0, 8), (3, 1)])
-def test_the_add_before_and_the_norm_after(level, rng, tokens, hidden, narrow_weight):
+def expect_add_and_norm(rng, tokens, hidden, narrow_weight):
     sources, queries = draw(rng, 3, tokens, hidden, 2)
     prefix, delta = rng.standard_normal((2, tokens, hidden)).astype(np.float32)
     weight = (1 + rng.standard_normal(hidden)).astype(np.float32)
@@ -120,6 +118,12 @@ def test_the_add_before_and_the_norm_after(level, rng, tokens, hidden, narrow_we
     np.testing.assert_allclose(normed, expected, rtol=1e-5, atol=5e-5)
     alone = update_norm(total, queries[1], statistics, weight, 1)
     np.testing.assert_array_equal(alone, normed)
+
+
+@pytest.mark.parametrize("narrow_weight", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 16), (5, 37), (40, 130), (0, 8), (3, 1)])
+def test_the_add_before_and_the_norm_after(level, rng, tokens, hidden, narrow_weight):
+    expect_add_and_norm(rng, tokens, hidden, narrow_weight)
 
 
 def test_a_zero_mix_is_normed_to_zero_and_eps_guards_a_tiny_one(level):

@@ -211,9 +211,10 @@ def test_drawn_situ(level, rng, rows, width, linear_beta):
     np.testing.assert_allclose(out, want, rtol=2e-6, atol=1e-30)
 
 
-@given(levels, generators, st.integers(1, 6), tokens, sizes, st.integers(0, 6))
-def test_drawn_attention_residuals(level, rng, n, count, hidden, sites):
+@given(levels, generators, st.integers(1, 6), tokens, sizes, st.integers(0, 6), st.booleans())
+def test_drawn_attention_residuals(level, rng, n, count, hidden, sites, narrow):
     with at_level(level):
+        test_attn_res.expect_add_and_norm(rng, count, hidden, narrow)
         test_attn_res.expect_direct_mix(rng, n, count, hidden, sites)
 
 
