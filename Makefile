@@ -19,10 +19,10 @@ NATIVE := CMakeLists.txt $(shell find kernels -name '*.txt' -o -name '*.map' -o 
 FORMATTED_CXX := $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/kernels/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test lint format bench soak sanitize clean
+.PHONY: help demo install test lint format bench benchkernels soak sanitize clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/installed ## make a small model, compile it, run it and verify it
 	@bash docs/demo.sh $(BIN)/hybridge build/demo
@@ -43,8 +43,11 @@ format: $(VENV)/installed-dev ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff format .
 	$(if $(FORMATTED_CXX),$(BIN)/clang-format -i $(FORMATTED_CXX))
 
-bench: $(VENV)/installed-dev ## time compiled graphs and print the table
-	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/run.py # both sides on every core
+bench: $(VENV)/installed-dev ## time the benchmark model against PyTorch and onnxruntime (half an hour, 12 GB)
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/run.py # all sides on every core
+
+benchkernels: $(VENV)/installed-dev ## time every kernel alone against eager PyTorch and torch.compile
+	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/kernels.py
 
 soak: $(VENV)/installed-dev ## the property tests with many more examples than in `make test`
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -n $(TEST_WORKERS) -m hypothesis

@@ -1,136 +1,211 @@
-"""Time a compiled model against the eager one, in one process run: `make bench`.
+"""Time a compiled model against PyTorch and onnxruntime, in one process: `make bench`.
 
-Prints a table and writes build/bench.json, a list of rows {name, ours_ms, baselines: {name: ms},
-ratio_vs_best}. Each number is the median of several runs; trust the ratios, machines differ.
+    python benchmarks/run.py [--checkpoint FOLDER] [--only decode|prefill|experts] [--folder build/bench]
+
+Prints a table and writes build/bench.json, a list of rows {name, ours_ms, baselines: {name: ms}, ratio_vs_best,
+floor_ms, floor_share}. Each group of baselines takes turns with ours; a number is the median of its turns, a ratio is
+of numbers from the same turns. The floor is from bytes and operations (`cost.py`) and the machine's limits, which are
+measured in the same turns. Models are in bf16; the eager baselines are described in `baselines.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
+import safetensors.torch
 import torch
 
-from hybridge.commands.console import format_table
+from cost import cache_bytes, prefill_operations, weight_bytes
 from hybridge.compiler import compile_model
-from hybridge.compiler.reference import eager_model
-from hybridge.models.checkpoint import Checkpoint
-from hybridge.models.config import load_config
+from hybridge.models.config import ModelConfig, load_config
 from hybridge.models.new_checkpoint import write_checkpoint
-from hybridge.models.presets import preset
-from hybridge.models.session import EagerSession
-from hybridge.runner import Engine, load
+from hybridge.models.presets import MXFP4, preset
+from machine import Probes, Row, Step, markdown, row, table, take_turns
+from whole_model import Compiled, Eager, Inductor, Side, forget
 
 ROOT = Path(__file__).resolve().parents[1]
-PREFILL_TOKENS = 256
-CONTEXTS = (64, 1024)
-REPEATS = 15
-
-Row = dict[str, object]
-
-
-def median_ms(step: Callable[[], object], repeats: int = REPEATS) -> float:
-    """The median time of a call in milliseconds, after two to warm up."""
-    times = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        step()
-        times.append((time.perf_counter() - start) * 1000)
-    return statistics.median(times[2:])
+PRESET = "kimi-k3.1-bench"
+BATCHES = (1, 8)
+CONTEXTS = (1024, 16384, 65536)
+PREFILL_TOKENS = 4096
+DECODE_TURNS, PREFILL_TURNS = 15, 3
 
 
-def row(name: str, ours: float, baselines: dict[str, float]) -> Row:
-    """One comparison; a ratio above 1 says how many times faster than the best baseline."""
-    return {
-        "name": name,
-        "ours_ms": ours,
-        "baselines": baselines,
-        "ratio_vs_best": min(baselines.values()) / ours,
-    }
+class Bench:
+    """Everything that is measured on one checkpoint.
+
+    Args:
+        checkpoint: bf16 weights of the benchmark model's shape.
+        folder: for artifacts and packages; kept between runs.
+    """
+
+    def __init__(self, checkpoint: Path, folder: Path) -> None:
+        self.checkpoint, self.folder = checkpoint, folder
+        self.config = load_config(checkpoint)
+        self.probes = Probes()
+        artifact = folder / "artifact"
+        compile_model(checkpoint, artifact, activations="bfloat16", overwrite=True)
+        self.ours = Compiled("ours", artifact)
+
+    def groups(self) -> Iterator[list[Side]]:
+        """Baselines that fit in memory together."""
+        bf16 = torch.bfloat16
+        yield [Eager(self.checkpoint, bf16), Inductor(self.checkpoint, bf16)]
+        yield [Inductor(self.checkpoint, bf16, package=self.folder / "aoti.pt2")]
+        yield [Eager(self.checkpoint, torch.float32)]
+        yield [self._plain_onnx()]
+
+    def decode(self) -> list[Row]:
+        """Every batch and context."""
+        cases = [(rows, context) for rows in BATCHES for context in CONTEXTS]
+        found = {case: _Measured() for case in cases}
+        for sides in self.groups():
+            for rows, context in cases:
+                steps = {side.name: side.decode(rows, context) for side in sides}
+                steps |= {"ours": self.ours.decode(rows, context), "read": self.probes.read}
+                found[rows, context].add(_turns(steps, DECODE_TURNS))
+                steps.clear()
+                print(f"  decode {rows} x {context}: {found[rows, context].last}", flush=True)
+            sides.clear()
+            forget()
+        return [
+            each.row(
+                f"decode, batch {rows}, context {context}", self._decode_floor(each, rows, context)
+            )
+            for (rows, context), each in found.items()
+        ]
+
+    def prefill(self) -> list[Row]:
+        """One prompt."""
+        found = _Measured()
+        for sides in self.groups():
+            steps = {side.name: side.prefill(PREFILL_TOKENS) for side in sides}
+            steps |= {"ours": self.ours.prefill(PREFILL_TOKENS)}
+            steps |= {"multiply": self.probes.multiply(torch.bfloat16)}
+            found.add(_turns(steps, PREFILL_TURNS))
+            print(f"  prefill: {found.last}", flush=True)
+            steps.clear()
+            sides.clear()
+            forget()
+        operations = prefill_operations(self.config, PREFILL_TOKENS)
+        floor = operations * found.first["multiply"] / self.probes.operations
+        return [found.row(f"prefill of {PREFILL_TOKENS} tokens", floor)]
+
+    def experts(self) -> list[Row]:
+        """The same model with its routed experts in MXFP4, beside the bf16 one."""
+        folder = self.folder / "mxfp4"
+        checkpoint = folder / "checkpoint"
+        config = dataclasses.replace(self.config, quantization=MXFP4)
+        if not checkpoint.exists():
+            write_checkpoint(config, checkpoint)
+        compile_model(checkpoint, folder / "artifact", activations="bfloat16", overwrite=True)
+        packed = Compiled("mxfp4", folder / "artifact")
+        rows = []
+        for batch in BATCHES:
+            steps = {"bf16 experts": self.ours.decode(batch, 1024), "read": self.probes.read}
+            found = _Measured()
+            found.add(_turns({"ours": packed.decode(batch, 1024), **steps}, DECODE_TURNS))
+            floor = self._decode_floor(found, batch, 1024, config)
+            rows.append(found.row(f"MXFP4 experts, decode, batch {batch}, context 1024", floor))
+        return rows
+
+    def _decode_floor(
+        self, found: _Measured, rows: int, context: int, config: ModelConfig | None = None
+    ) -> float:
+        model = config or self.config
+        read = weight_bytes(model, rows) + cache_bytes(model, rows, context)
+        return read * found.first["read"] / self.probes.bytes_read
+
+    def _plain_onnx(self) -> Compiled:
+        """The graph as traced, standard operators only, fp32 weights: onnxruntime has no bf16 products here."""
+        wide = self.folder / "fp32"
+        if not (wide / "checkpoint").exists():
+            _widen(self.checkpoint, wide / "checkpoint")
+        artifact = wide / "artifact"
+        compile_model(wide / "checkpoint", artifact, passes=(), overwrite=True)
+        return Compiled("plain ONNX fp32", artifact, native=False)
 
 
-def time_prefill(engine: Engine, eager: EagerSession, tokens: list[int]) -> Row:
-    """A prompt in one call, logits of its last token."""
-    ids = torch.tensor(tokens, dtype=torch.int32)
+class _Measured:
+    """Times of one case, a group of baselines at a time."""
 
-    def ours() -> None:
-        next(engine.generate(tokens, max_new_tokens=1))
+    def __init__(self) -> None:
+        self._groups: list[dict[str, float]] = []
 
-    eager.lengths = [0]
-    batch = eager.batch([ids])
-    batch["logits_index"] = torch.tensor([len(tokens) - 1], dtype=torch.int32)
+    def add(self, times: dict[str, float]) -> None:
+        self._groups.append(times)
 
-    def baseline() -> None:
-        eager.model("prefill", **batch, caches=eager.caches)
+    @property
+    def first(self) -> dict[str, float]:
+        return self._groups[0]
 
-    return row(f"prefill {len(tokens)}", median_ms(ours), {"eager": median_ms(baseline)})
+    @property
+    def last(self) -> str:
+        return ", ".join(f"{name} {ms:.1f}" for name, ms in self._groups[-1].items())
 
-
-def time_decode(engine: Engine, eager: EagerSession, tokens: list[int]) -> Row:
-    """One token after a context of these tokens."""
-    sequence = engine.add(tokens, max_new_tokens=REPEATS + 4, stop_ids=())
-    while not engine.tokens(sequence):
-        engine.step()
-    ours = median_ms(engine.step)
-    engine.free(sequence)
-
-    eager.lengths = [0]
-    eager.step([torch.tensor(tokens, dtype=torch.int32)])
-    one = torch.tensor([1], dtype=torch.int32)
-    baseline = median_ms(lambda: eager.step([one], "decode"))
-    return row(f"decode at {len(tokens)}", ours, {"eager": baseline})
+    def row(self, name: str, floor_ms: float) -> Row:
+        """Ours as in the first group; every other baseline as if ours had taken as long in its group."""
+        ours = self.first["ours"]
+        baselines = {
+            each: ms * ours / times["ours"]
+            for times in self._groups
+            for each, ms in times.items()
+            if each not in ("ours", "read", "multiply")
+        }
+        return row(name, ours, baselines, floor_ms)
 
 
-def prepare(name: str, folder: Path, activations: str) -> tuple[Path, Path]:
-    """The checkpoint and artifact of a preset, made if they are not there."""
-    checkpoint, artifact = folder / name / "checkpoint", folder / name / "artifact"
-    if not checkpoint.exists():
-        write_checkpoint(preset(name), checkpoint, progress=print)
-    compile_model(checkpoint, artifact, activations=activations, overwrite=True, progress=print)
-    return checkpoint, artifact
+def _turns(steps: dict[str, Step], turns: int) -> dict[str, float]:
+    return take_turns(steps, turns, warm=1)
 
 
-def measure(name: str, folder: Path, activations: str) -> list[Row]:
-    """All rows for one preset."""
-    checkpoint, artifact = prepare(name, folder, activations)
-    model = eager_model(Checkpoint.open(checkpoint), load_config(checkpoint))
-    longest = max(*CONTEXTS, PREFILL_TOKENS) + REPEATS + 4
-    generator = np.random.default_rng(0)
-    tokens = generator.integers(0, model.config.vocab_size, longest).tolist()
-    with load(artifact, slots=1, max_context=longest) as engine, torch.no_grad():
-        engine.prefill_chunk = longest
-        eager = EagerSession(model, max_context=longest, block_size=64)
-        rows = [time_prefill(engine, eager, tokens[:PREFILL_TOKENS])]
-        rows += [time_decode(engine, eager, tokens[:context]) for context in CONTEXTS]
-    return rows
+def _widen(source: Path, target: Path) -> None:
+    """A copy of a checkpoint in fp32."""
+    target.mkdir(parents=True)
+    for path in sorted(source.iterdir()):
+        if path.suffix == ".safetensors":
+            tensors = safetensors.torch.load_file(path)
+            safetensors.torch.save_file(
+                {k: v.float() for k, v in tensors.items()}, target / path.name
+            )
+        elif path.name == "config.json":
+            text = path.read_text(encoding="utf-8").replace('"bfloat16"', '"float32"')
+            (target / path.name).write_text(text, encoding="utf-8")
+        else:
+            (target / path.name).write_bytes(path.read_bytes())
+
+
+def measure(checkpoint: Path, folder: Path, only: Sequence[str]) -> list[Row]:
+    """The rows of the chosen parts."""
+    # Inductor freezes weights only where no gradient is asked for.
+    torch.set_grad_enabled(False)
+    bench = Bench(checkpoint, folder)
+    parts = {"decode": bench.decode, "prefill": bench.prefill, "experts": bench.experts}
+    return [each for name in only for each in parts[name]()]
 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", default="kimi-k3.1-demo")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, help="the benchmark model; made if left out")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench")
-    parser.add_argument("--activations", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--only", nargs="+", default=["decode", "prefill", "experts"])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench.json")
     options = parser.parse_args()
-    rows = measure(options.preset, options.folder, options.activations)
-    cells = [
-        (
-            r["name"],
-            f"{r['ours_ms']:.2f}",
-            f"{r['baselines']['eager']:.2f}",
-            f"{r['ratio_vs_best']:.1f}",
-        )  # type: ignore[index]
-        for r in rows
-    ]
-    print(format_table((options.preset, "hybridge ms", "eager ms", "times faster"), cells))
-    target = ROOT / "build" / "bench.json"
-    target.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    print(f"rows in {target.relative_to(ROOT)}")
+    checkpoint = options.checkpoint or options.folder / "checkpoint"
+    if not checkpoint.exists():
+        write_checkpoint(preset(PRESET), checkpoint, progress=print)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    rows = measure(checkpoint, options.folder, options.only)
+    print(table(PRESET, rows))
+    print(markdown(PRESET, rows))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    print(f"rows in {options.out}")
 
 
 if __name__ == "__main__":

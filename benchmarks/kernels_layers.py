@@ -1,171 +1,18 @@
-"""Time the KDA, MoE and AttnRes kernels alone against eager PyTorch of the same maths, with floors.
-
-    python benchmarks/kda_moe_bench.py [--repeats N] [--only SUBSTRING] [--out build/kda_moe.json]
-    python benchmarks/kda_moe_bench.py --one-thread      # on a machine that others use, too
-
-Rows are those of `run.py`: {name, ours_ms, baselines, ratio_vs_best, floor_ms, floor_share}. Every time
-is the smallest of several runs, ours and the baseline's in turn, because the machine is shared. A floor is the
-larger of bytes read / memory bandwidth and operations / peak, both measured here just before.
-"""
+"""Cases of the KDA, MoE and AttnRes kernels, for `kernels.py`."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
-import ml_dtypes
 import numpy as np
-import onnxruntime
 import torch
-from onnx import TensorProto, helper
 
-import hybridge.kernels
+from kernel_session import Arrays, Case, Kernel, as_torch, bf16, i32
 
 HIDDEN, HEADS, WIDTH, RANK = 2048, 16, 128, 128
 CHANNELS = HEADS * WIDTH
 EXPERTS, TOP_K, LATENT, INTERMEDIATE = 32, 4, 1024, 1024
 EPS = 1e-5
-
-Row = dict[str, object]
-Arrays = dict[str, np.ndarray]
-Inputs = Mapping[str, np.ndarray | None]  # None leaves an optional one out
-_ELEMENT = {
-    np.dtype(np.float32): TensorProto.FLOAT,
-    np.dtype(np.int32): TensorProto.INT32,
-    np.dtype(np.uint8): TensorProto.UINT8,
-    np.dtype(ml_dtypes.bfloat16): TensorProto.BFLOAT16,
-}
-
-
-def bf16(array: np.ndarray) -> np.ndarray:
-    return array.astype(ml_dtypes.bfloat16)
-
-
-def i32(*values: int) -> np.ndarray:
-    return np.asarray(values, np.int32)
-
-
-def as_torch(array: np.ndarray) -> torch.Tensor:
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.uint16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(array.copy())
-
-
-# ---- Timing ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Settings:
-    """How everything is timed: with `one_thread`, the processor time of that one thread."""
-
-    threads: int = 2
-    clock: Callable[[], float] = time.perf_counter
-
-
-SETTINGS = Settings()
-
-
-def smallest_ms(steps: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """The smallest time of each step, the steps taking turns."""
-    best = [float("inf")] * len(steps)
-    for step in steps:
-        step()
-    for _ in range(repeats):
-        for index, step in enumerate(steps):
-            start = SETTINGS.clock()
-            step()
-            best[index] = min(best[index], (SETTINGS.clock() - start) * 1000)
-    return best
-
-
-class Machine:
-    """What the machine reaches: GB/s read from memory, and GFLOP/s of matrix products."""
-
-    def __init__(self) -> None:
-        words = torch.ones(64 << 20)
-        (ms,) = smallest_ms([lambda: words.sum()], 12)
-        self.bytes_per_ms = 4 * words.numel() / ms
-        self.flops_per_ms = {dtype: self._peak(dtype) for dtype in (torch.float32, torch.bfloat16)}
-
-    @staticmethod
-    def _peak(dtype: torch.dtype) -> float:
-        square = torch.randn(1024, 1024).to(dtype)
-        (ms,) = smallest_ms([lambda: square @ square], 20)
-        return 2 * 1024**3 / ms
-
-    def floor_ms(self, read: float, flops: float, dtype: torch.dtype) -> float:
-        return max(read / self.bytes_per_ms, flops / self.flops_per_ms[dtype])
-
-
-class Kernel:
-    """One operator with its inputs bound; aliased outputs share the input's memory."""
-
-    def __init__(
-        self,
-        op: str,
-        inputs: Inputs,
-        outputs: Mapping[str, str | None],
-        *,
-        ids_output: str = "",
-        **attributes: object,
-    ) -> None:
-        """outputs: name -> the input it shares memory with, or None."""
-        names = [name if array is not None else "" for name, array in inputs.items()]
-        arrays = {name: array for name, array in inputs.items() if array is not None}
-        node = helper.make_node(op, names, list(outputs), domain="hybridge", **attributes)
-        kinds = {n: TensorProto.INT32 if n == ids_output else TensorProto.FLOAT for n in outputs}
-        graph = helper.make_graph(
-            [node],
-            op,
-            [
-                helper.make_tensor_value_info(name, _ELEMENT[a.dtype], a.shape)
-                for name, a in arrays.items()
-            ],
-            [helper.make_tensor_value_info(name, kind, None) for name, kind in kinds.items()],
-        )
-        opsets = [helper.make_opsetid("", 21), helper.make_opsetid("hybridge", 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = SETTINGS.threads
-        hybridge.kernels.register(options)
-        self.session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-        self.binding = self.session.io_binding()
-        values = {name: self._value(array) for name, array in arrays.items()}
-        for name, value in values.items():
-            self.binding.bind_ortvalue_input(name, value)
-        for name, shared in outputs.items():
-            if shared:
-                self.binding.bind_ortvalue_output(name, values[shared])
-            else:
-                self.binding.bind_output(name, "cpu")
-
-    @staticmethod
-    def _value(array: np.ndarray) -> onnxruntime.OrtValue:
-        if array.dtype == ml_dtypes.bfloat16:
-            return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
-                array.view(np.uint16), TensorProto.BFLOAT16
-            )
-        return onnxruntime.OrtValue.ortvalue_from_numpy(array)
-
-    def __call__(self) -> None:
-        self.session.run_with_iobinding(self.binding)
-
-
-def row(name: str, ours: Kernel, eager: Callable[[], object], floor_ms: float, repeats: int) -> Row:
-    with torch.inference_mode():
-        ours_ms, eager_ms = smallest_ms([ours, eager], repeats)
-    return {
-        "name": name,
-        "ours_ms": ours_ms,
-        "baselines": {"eager": eager_ms},
-        "ratio_vs_best": eager_ms / ours_ms,
-        "floor_ms": floor_ms,
-        "floor_share": floor_ms / ours_ms,
-    }
 
 
 # ---- KDA ------------------------------------------------------------------------------------------
@@ -211,7 +58,7 @@ def kda_inputs(rng: np.random.Generator, tokens: int) -> Arrays:
     }
 
 
-def kda_recurrence(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+def kda_recurrence(rng: np.random.Generator) -> Iterator[Case]:
     for tokens in (1, 1024):
         arrays = kda_inputs(rng, tokens)
         ours = Kernel("KdaRecurrence", arrays, {"output": None, "state_out": "state"})
@@ -230,8 +77,7 @@ def kda_recurrence(rng: np.random.Generator, machine: Machine, repeats: int) -> 
         eager = step if tokens == 1 else chunks
         flops = 6.0 * tokens * HEADS * WIDTH * WIDTH
         read = arrays["state"].nbytes * 2 + 16.0 * tokens * CHANNELS
-        yield row(f"kda_recurrence T={tokens}", ours, eager,
-                  machine.floor_ms(read, flops, torch.float32), repeats)  # fmt: skip
+        yield Case(f"kda_recurrence T={tokens}", ours, {"eager": eager}, read, flops, fp32=True)
 
 
 def layer_arrays(rng: np.random.Generator, slots: int) -> Arrays:
@@ -245,7 +91,7 @@ def layer_arrays(rng: np.random.Generator, slots: int) -> Arrays:
     }
 
 
-def kda_prefill(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+def kda_prefill(rng: np.random.Generator) -> Iterator[Case]:
     tokens = 1024
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     shared = layer_arrays(rng, 1)
@@ -281,11 +127,10 @@ def kda_prefill(rng: np.random.Generator, machine: Machine, repeats: int) -> Ite
 
     flops = 6.0 * tokens * HEADS * WIDTH * WIDTH
     read = 4.0 * tokens * 5 * CHANNELS
-    yield row(f"kda_prefill T={tokens}", ours, eager,
-              machine.floor_ms(read, flops, torch.float32), repeats)  # fmt: skip
+    yield Case(f"kda_prefill T={tokens}", ours, {"eager": eager}, read, flops, fp32=True)
 
 
-def kda_decode(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+def kda_decode(rng: np.random.Generator) -> Iterator[Case]:
     rows = 4 * CHANNELS + RANK + HEADS
     scaled = lambda *shape: bf16(  # noqa: E731
         (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
@@ -312,8 +157,14 @@ def kda_decode(rng: np.random.Generator, machine: Machine, repeats: int) -> Iter
         weights = sum(present[n].nbytes for n in ("in_weight", "f_b_weight", "o_weight"))
         read = weights + 2.0 * present["state"].nbytes
         flops = 2.0 * batch * (weights / 2)
-        yield row(f"kda_decode B={batch} bf16", ours, lambda t=t: decode_eager(t),
-                  machine.floor_ms(read, flops, torch.float32), repeats)  # fmt: skip
+        yield Case(
+            f"kda_decode B={batch} bf16",
+            ours,
+            {"eager": lambda t=t: decode_eager(t)},
+            read,
+            flops,
+            fp32=True,
+        )
 
 
 def decode_eager(t: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -362,7 +213,7 @@ def experts_eager(t: dict[str, torch.Tensor]) -> torch.Tensor:
     return output
 
 
-def moe_experts(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+def moe_experts(rng: np.random.Generator) -> Iterator[Case]:
     # Eager rounds its activations to bfloat16 as well.
     situ = {"activation": "situ", "beta": 4.0, "linear_beta": 25.0, "bf16_activations": 1}
     shapes = {
@@ -383,13 +234,19 @@ def moe_experts(rng: np.random.Generator, machine: Machine, repeats: int) -> Ite
             ("MoeExperts", plain, "bf16"),
             ("MoeExpertsMxfp4", packed, "mxfp4"),
         ):
-            ours = Kernel(op, arrays | weights, {"output": None}, **situ)
+            ours = Kernel(op, arrays | weights, {"output": None}, bf16_activations=1, **situ)
             read = used * sum(a.nbytes for a in weights.values())
-            yield row(f"moe_experts T={tokens} {kind}", ours, lambda t=t: experts_eager(t),
-                      machine.floor_ms(read, flops, torch.bfloat16), repeats)  # fmt: skip
+            yield Case(
+                f"moe_experts T={tokens} {kind}",
+                ours,
+                {"eager": lambda t=t: experts_eager(t)},
+                read,
+                flops,
+                compiled=False,
+            )
 
 
-def moe_route(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+def moe_route(rng: np.random.Generator) -> Iterator[Case]:
     for tokens in (1, 512):
         arrays = {
             "x": rng.standard_normal((tokens, HIDDEN)).astype(np.float32),
@@ -414,14 +271,15 @@ def moe_route(rng: np.random.Generator, machine: Machine, repeats: int) -> Itera
             return ids, weights / (weights.sum(1, keepdim=True) + 1e-20)
 
         flops = 2.0 * tokens * EXPERTS * HIDDEN
-        yield row(f"moe_route T={tokens}", ours, eager,
-                  machine.floor_ms(arrays["x"].nbytes, flops, torch.float32), repeats)  # fmt: skip
+        yield Case(
+            f"moe_route T={tokens}", ours, {"eager": eager}, arrays["x"].nbytes, flops, fp32=True
+        )
 
 
 # ---- Attention residuals --------------------------------------------------------------------------
 
 
-def attn_res(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterator[Row]:
+def attn_res(rng: np.random.Generator) -> Iterator[Case]:
     sources, sites = 2, 8
     for tokens in (1, 1024):
         values = rng.standard_normal((sources, tokens, HIDDEN)).astype(np.float32)
@@ -441,8 +299,14 @@ def attn_res(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterat
             return torch.einsum("snt,ntd->std", weights, v), top, weights.sum(1)
 
         size = 4.0 * tokens * HIDDEN
-        yield row(f"attn_res_prepare T={tokens}", ours, prepare,
-                  machine.floor_ms(size * (sources + sites), 0, torch.float32), repeats)  # fmt: skip
+        yield Case(
+            f"attn_res_prepare T={tokens}",
+            ours,
+            {"eager": prepare},
+            size * (sources + sites),
+            0,
+            fp32=True,
+        )
 
         numerator, top, total = prepare()
         arrays = {
@@ -462,48 +326,9 @@ def attn_res(rng: np.random.Generator, machine: Machine, repeats: int) -> Iterat
             sums = s * frozen + live
             return n * (frozen / sums)[:, None] + p * (live / sums)[:, None]
 
-        yield row(f"attn_res_update T={tokens}", ours, update,
-                  machine.floor_ms(size * 3, 0, torch.float32), repeats)  # fmt: skip
+        yield Case(f"attn_res_update T={tokens}", ours, {"eager": update}, size * 3, 0, fp32=True)
 
 
 # ---- Everything -----------------------------------------------------------------------------------
 
 GROUPS = (kda_recurrence, kda_prefill, kda_decode, moe_route, moe_experts, attn_res)
-
-
-def rows(repeats: int, only: str = "") -> Iterator[Row]:
-    """All rows, or those of the groups whose name holds `only`."""
-    torch.set_num_threads(SETTINGS.threads)
-    machine = Machine()
-    for group in GROUPS:
-        if only in group.__name__:
-            yield from group(np.random.default_rng(0), machine, repeats)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--only", default="", help="part of a group's name, such as moe_experts")
-    parser.add_argument("--out", type=Path, help="write the rows there as JSON")
-    parser.add_argument(
-        "--one-thread", action="store_true", help="processor time of one thread, steady under load"
-    )
-    arguments = parser.parse_args()
-    if arguments.one_thread:
-        SETTINGS.threads, SETTINGS.clock = 1, time.thread_time
-    print(f"{'kernel':32} {'ours ms':>9} {'eager ms':>9} {'ratio':>6} {'floor ms':>9} {'share':>6}")
-    found = []
-    for one in rows(arguments.repeats, arguments.only):
-        found.append(one)
-        print(
-            f"{one['name']:32} {one['ours_ms']:9.3f} {one['baselines']['eager']:9.3f} "
-            f"{one['ratio_vs_best']:6.2f} {one['floor_ms']:9.3f} {one['floor_share']:6.0%}",
-            flush=True,
-        )
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
