@@ -21,6 +21,7 @@ from hybridge.compiler.targets.ascend.expert_parallel import ExpertParallel
 from hybridge.compiler.targets.ascend.graph_source import graph_json, python_source
 from hybridge.compiler.targets.ascend.lowering import Lowered, lower
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket
+from hybridge.compiler.targets.ascend.op_table import coverage
 from hybridge.compiler.targets.ascend.own_operators import OWN_OPERATORS
 from hybridge.compiler.targets.ascend.prepared_weights import describe_steps
 from hybridge.compiler.trace import TracedPhase
@@ -377,6 +378,9 @@ def _target_data(emitted: Mapping[str, EmittedPhase], options: AscendOptions) ->
         "super_kernel_scopes": total("super_kernel_scopes"),
         "nz_weights": total("nz_weights"),
         "nd_weights": total("nd_weights"),
+        "fusion_sites": total("fusion_sites"),
+        "fused_sites": total("fused_sites"),
+        "sites_without_operator": total("sites_without_operator"),
         "nz_share": round(_nz_share(emitted.values()), 4),
         "schedule_proved": all(each["schedule_proved"] for each in phases.values()),
         "phases": phases,
@@ -409,6 +413,7 @@ def _phase_data(emitted: EmittedPhase) -> dict[str, Any]:
         "tensor_moves": graph.moves if graph else 0,
         "operators": dict(sorted(operators.items())),
         "sites": {name: _counted(found) for name, found in lowered.sites.items()},
+        **_coverage(lowered),
         "streams": proof.streams,
         "stream_nodes": kinds(lowered.graph_module),
         "events": proof.events,
@@ -417,6 +422,15 @@ def _phase_data(emitted: EmittedPhase) -> dict[str, Any]:
         "nd_weights": len(emitted.layouts) - nz,
         "schedule_proved": proof.proved,
         "ordered_pairs": proof.pairs,
+    }
+
+
+def _coverage(lowered: Lowered) -> dict[str, int]:
+    found = coverage(lowered.sites, lowered.soc)
+    return {
+        "fusion_sites": found.sites,
+        "fused_sites": found.fused,
+        "sites_without_operator": found.without_operator,
     }
 
 
