@@ -234,7 +234,7 @@ def moe_experts(rng: np.random.Generator) -> Iterator[Case]:
             ("MoeExperts", plain, "bf16"),
             ("MoeExpertsMxfp4", packed, "mxfp4"),
         ):
-            ours = Kernel(op, arrays | weights, {"output": None}, bf16_activations=1, **situ)
+            ours = Kernel(op, arrays | weights, {"output": None}, **situ)
             read = used * sum(a.nbytes for a in weights.values())
             yield Case(
                 f"moe_experts T={tokens} {kind}",
