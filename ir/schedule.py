@@ -11,8 +11,9 @@ them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -172,6 +173,15 @@ class HappensBefore:
     def ordered(self, first: str, second: str) -> bool:
         """Whether one of the two precedes the other."""
         return self.precedes(first, second) or self.precedes(second, first)
+
+    def beside(self, name: str, stream: Sequence[Step]) -> Sequence[Step]:
+        """Those steps of one stream, in its order, that may run at once with a step of another.
+
+        A stream runs its steps in order: what precedes the step is a beginning, what follows it an end.
+        """
+        first = bisect_left(stream, True, key=lambda s: not self.precedes(s.name, name))
+        last = bisect_left(stream, True, lo=first, key=lambda s: self.precedes(name, s.name))
+        return stream[first:last]
 
     def last_common(self, first: str, second: str) -> str | None:
         """The latest step that precedes both, or None: from there on the two may race."""

@@ -25,7 +25,7 @@ The order is that of `ir/schedule.HappensBefore`. What is not checked: how long 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridge.ir.schedule import (
@@ -300,7 +300,7 @@ def _cores(schedule: Schedule, order: HappensBefore) -> Iterator[Problem]:
     side_tasks = [task for task in busy if task.stream != MAIN_STREAM]
     for task in side_tasks:
         beside = {
-            stream: [o for o in others if not order.ordered(o.name, task.name)]
+            stream: order.beside(task.name, others)
             for stream, others in by_stream.items()
             if stream != task.stream
         }
@@ -309,7 +309,7 @@ def _cores(schedule: Schedule, order: HappensBefore) -> Iterator[Problem]:
         yield from _overcommit(schedule, task, beside)
 
 
-def _fight(task: Step, beside: dict[str, list[Step]]) -> Iterator[Problem]:
+def _fight(task: Step, beside: Mapping[str, Sequence[Step]]) -> Iterator[Problem]:
     """Two Cube tasks at once, at least one of them free to take every core."""
     for others in beside.values():
         for other in others:
@@ -324,7 +324,7 @@ def _fight(task: Step, beside: dict[str, list[Step]]) -> Iterator[Problem]:
                 return
 
 
-def _starve(task: Step, beside: dict[str, list[Step]]) -> Iterator[Problem]:
+def _starve(task: Step, beside: Mapping[str, Sequence[Step]]) -> Iterator[Problem]:
     """Vector work at once with a kernel that synchronises its cores, not both limited."""
     for others in beside.values():
         for other in others:
@@ -344,7 +344,9 @@ def _starve(task: Step, beside: dict[str, list[Step]]) -> Iterator[Problem]:
                 return
 
 
-def _overcommit(schedule: Schedule, task: Step, beside: dict[str, list[Step]]) -> Iterator[Problem]:
+def _overcommit(
+    schedule: Schedule, task: Step, beside: Mapping[str, Sequence[Step]]
+) -> Iterator[Problem]:
     """The claims of what may run beside a task, the largest of each stream, are added up."""
     for unit, device in (("aic", schedule.aic), ("aiv", schedule.aiv)):
         claims = [(task, getattr(task, unit) or 0)]

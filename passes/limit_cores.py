@@ -60,18 +60,17 @@ def limit_cores(graph: Graph, machine: Machine) -> tuple[CoreLimit, ...]:
 
 def pairs_that_need_limits(schedule: Schedule, order: HappensBefore) -> Iterator[tuple[Step, Step]]:
     """Kernels of two streams with vector work that may run at once, one of them synchronising."""
-    work = [task for task in schedule.tasks if task.engine in VECTOR_WORK]
-    side = [task for task in work if task.stream != MAIN_STREAM]
-    for task in side:
-        for other in work:
-            if other.stream == task.stream or (
-                other.stream != MAIN_STREAM and other.name < task.name
-            ):
-                continue
-            if task.engine not in SYNCHRONISING and other.engine not in SYNCHRONISING:
-                continue
-            if not order.ordered(task.name, other.name):
-                yield task, other
+    work: dict[str, list[Step]] = {}
+    for task in schedule.tasks:
+        if task.engine in VECTOR_WORK:
+            work.setdefault(task.stream, []).append(task)
+    streams = sorted(work, key=lambda stream: stream == MAIN_STREAM)  # the main one last
+    for place, stream in enumerate(streams):
+        for other_stream in streams[place + 1 :]:
+            for task in work[stream]:
+                for other in order.beside(task.name, work[other_stream]):
+                    if task.engine in SYNCHRONISING or other.engine in SYNCHRONISING:
+                        yield task, other
 
 
 def _connected(beside: Mapping[str, Iterable[str]]) -> Iterator[set[str]]:

@@ -70,3 +70,16 @@ def test_spans_overlap_only_in_one_pool():
     assert Span("p", 0, 8).overlaps(Span("p", 7, 9))
     assert not Span("p", 0, 8).overlaps(Span("p", 8, 9))
     assert not Span("p", 0, 8).overlaps(Span("q", 0, 8))
+
+
+def test_what_runs_beside_a_step_is_what_no_event_orders():
+    steps = (
+        *(Step("a"), Step("record_e", Kind.RECORD, event="e")),
+        *(Step("wait_e", Kind.WAIT, "side", "e"), Step("s", stream="side")),
+        *(Step("b"), Step("record_f", Kind.RECORD, "side", "f"), Step("c")),
+        *(Step("wait_f", Kind.WAIT, event="f"), Step("d")),
+    )
+    schedule = Schedule(steps)
+    main = [step for step in schedule.tasks if step.stream == "main"]
+    beside = HappensBefore(schedule).beside("s", main)
+    assert [step.name for step in beside] == ["b", "c"]
