@@ -5,8 +5,8 @@
 
 A run is what the main stream issues between two events: a super kernel is one task of its stream,
 so nothing can wait in the middle of it. An operator that cannot be inside (no AI Core kernel, a
-collective, dynamic shapes, or on the list of exclusions) ends the run; the real compiler would
-split there in silence. Runs that would save less than they are worth are left alone.
+collective, dynamic shapes, core limits of its own, or on the list of exclusions) ends the run; the
+real compiler would split there in silence. Runs that would save less than they are worth are left alone.
 
 Works on a lowered graph after `assign_streams`; marks nodes with `meta["super_kernel"]`.
 """
@@ -25,7 +25,7 @@ from hybridge.ir.cost import Machine, cost_of, engine_of
 from hybridge.ir.effects import is_view, op_name
 from hybridge.ir.pass_base import Match, PassResult, Refusal
 from hybridge.ir.schedule import MAIN_STREAM, Engine
-from hybridge.ir.schedule_ops import RECORD, SUPER_KERNEL, WAIT, stream_of
+from hybridge.ir.schedule_ops import CORES, RECORD, SUPER_KERNEL, WAIT, stream_of
 from hybridge.passes.check_schedule import MAX_SCOPES
 
 # Fewer kernels than this are not worth a scope.
@@ -38,6 +38,7 @@ OP_UNSUPPORT = "OP_UNSUPPORT"
 DYNAMIC_TASK_UNSUPPORT = "DYNAMIC_TASK_UNSUPPORT"
 UNFUSIBLE_NODE = "UNFUSIBLE_NODE"
 RESOURCE_INSUFFICIENT = "RESOURCE_INSUFFICIENT"
+DEADLOCK_DETECTED = "DEADLOCK_DETECTED"
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,13 @@ def _unfusible(node: Node, policy: SuperKernelPolicy) -> Refusal | None:
     for excluded, why in policy.excluded:
         if name == excluded:
             return Refusal(node.name, UNFUSIBLE_NODE, f"{name}: {why}", "keep it outside")
+    if CORES in node.meta:
+        return Refusal(
+            node.name,
+            DEADLOCK_DETECTED,
+            f"{name} leaves cores to another stream; inside, it would have those of the whole scope",
+            "keep it outside",
+        )
     if not policy.static_shapes or _is_dynamic(node):
         return Refusal(
             node.name,
