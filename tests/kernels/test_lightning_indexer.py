@@ -153,6 +153,55 @@ def test_zero_and_minus_zero_tie(level, rng):
     np.testing.assert_array_equal(indexer(inputs, 4)[0], [0, 1, 2, 4])
 
 
+ODD_SCORES = np.float32(
+    [0, -0.0, 1e-45, 1e-41, 2**-126, 2**-149, 1, 1 + 2**-23, 1 - 2**-24, 65504, 1e30, 3.4e38]
+)
+
+
+def scored(scores: np.ndarray) -> Inputs:
+    """One token whose scores are exactly these: relu of one product of head 1, less that of 2."""
+    count = len(scores)
+    keys = np.zeros((count, 1, 1, 2), np.float32)
+    keys[:, 0, 0, 0], keys[:, 0, 0, 1] = np.maximum(scores, 0), np.maximum(-scores, 0)
+    return {
+        "query": np.eye(2, dtype=np.float32)[None],
+        "head_weights": np.float32([[1, -1]]),
+        "indexer_cache": keys,
+        "query_start": i32([0, 1]),
+        "context_len": i32([count - 1]),
+        "block_table": np.arange(count, dtype=np.int32)[None],
+    }
+
+
+@pytest.mark.parametrize("count", [2, 17, 64, 1000, 5000])
+@pytest.mark.parametrize("kinds", [1, 2, 5, 24])
+def test_odd_scores_are_chosen_exactly(level, rng, count, kinds):
+    """Few kinds of scores, each many times: zeros of both signs, denormals, neighbours, huge ones."""
+    pool = rng.choice(np.concatenate([ODD_SCORES, -ODD_SCORES]), kinds, replace=False)
+    scores = rng.choice(pool, count)
+    for top_k in {1, count // 3 + 1, count - 1}:
+        chosen = indexer(scored(scores), top_k)[0]
+        best = np.sort(np.argsort(-f64(scores), kind="stable")[:top_k])
+        np.testing.assert_array_equal(chosen, best)
+
+
+def test_scores_that_overflow_tie_and_are_chosen_first(level, rng):
+    inputs = scored(rng.choice(ODD_SCORES, 900))
+    inputs["query"] *= np.float32(1e20)
+    with np.errstate(over="ignore"):
+        scores = inputs["indexer_cache"][:, 0, 0, 0] * np.float32(1e20)
+    assert np.isinf(scores).sum() > 40
+    for top_k in (1, 40, 400, 899):
+        best = np.sort(np.argsort(-f64(scores), kind="stable")[:top_k])
+        np.testing.assert_array_equal(indexer(inputs, top_k)[0], best)
+
+
+def test_an_infinite_key_is_refused(level):
+    """Its product with another head's zero is no number."""
+    with pytest.raises(Exception, match=r"not a number; remedy: look for NaN or infinity"):
+        indexer(scored(np.float32([1, np.inf, 0])), 2)
+
+
 @pytest.mark.parametrize("scale", [1e6, 1e15, 1e-19])
 def test_scores_beyond_half_precision(level, rng, scale):
     inputs = batch(rng, [9], [100], dtype=DTYPES[0])
