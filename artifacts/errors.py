@@ -58,3 +58,9 @@ class VerifyError(HybridgeError):
     """Computed values differ from the expected ones by more than the stated tolerance."""
 
     exit_code = 7
+
+
+class DeviceError(HybridgeError):
+    """This machine lacks the device, or the software for it, that was asked for."""
+
+    exit_code = 8

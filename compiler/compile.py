@@ -27,11 +27,12 @@ from hybridge.compiler.reference import (
 from hybridge.compiler.source import Source, open_source
 from hybridge.compiler.targets.ascend import artifact as ascend_artifact
 from hybridge.compiler.targets.ascend.constraints import SOCS
-from hybridge.compiler.targets.ascend.emit import AscendOptions
+from hybridge.compiler.targets.ascend.options import AscendOptions
 from hybridge.compiler.targets.onnx.emit import EmittedGraph, WeightSpec, emit_onnx
 from hybridge.compiler.trace import trace
 from hybridge.compiler.weights import POLICIES, WeightsPolicy, WeightWriter
 from hybridge.models.batch import PHASES, Phase
+from hybridge.models.model import HybridModel
 from hybridge.models.tensor_names import weight_sources
 
 Progress = Callable[[str], None]
@@ -48,7 +49,7 @@ def compile_model(
     target: str = "cpu",
     phases: Sequence[str] | None = None,
     passes: Sequence[str] | None = None,
-    weights: str = "reference",
+    weights: str | None = None,
     block_size: int = 64,
     activations: str = "float32",
     dumps: bool = False,
@@ -62,7 +63,9 @@ def compile_model(
     Args:
         source: a checkpoint folder; with `weights="none"` also a preset's name or a config.json.
         output: the artifact's folder; nothing is visible there before all is done.
-        target, phases, passes, weights, block_size, activations, dumps, check_passes: see `CompileOptions`.
+        target, phases, passes, weights, block_size, activations, dumps, check_passes: see `CompileOptions`;
+            weights None is "reference" for the CPU and "copy" for Ascend, whose graphs read most weights in
+            another form than the checkpoint's.
         ascend: more options of an Ascend target; SoC and block size are those above.
         overwrite: replace an artifact that is there.
         progress: told what is being done.
@@ -80,18 +83,14 @@ def compile_model(
     options = _options(
         target, phases, passes, weights, block_size, activations, dumps, check_passes
     )
-    on_ascend = ascend_artifact.choose_options(target, weights, block_size, ascend)
+    on_ascend = ascend_artifact.choose_options(target, block_size, ascend)
     model = open_source(source, with_weights=options.weights != "none")
     build = Build()
     with ArtifactWriter(output, overwrite=overwrite) as writer:
         with _without_garbage_collection():
             _trace_and_rewrite(model, options, writer, build, progress)
         if on_ascend is not None:
-            emitted = ascend_artifact.emit_into(writer, build, model.config, on_ascend, progress)
-            if model.tokenizer is not None:
-                writer.add_file("tokenizer/tokenizer.json", model.tokenizer)
-            common = describe(model, options, build, {}, ())
-            return writer.finish(ascend_artifact.complete(common, emitted), report(build))
+            return _finish_on_ascend(model, options, on_ascend, writer, build, progress)
         with _without_garbage_collection():
             graphs = _emit_graphs(model, options, writer, build, progress)
         with build.timed("weights"):
@@ -104,6 +103,32 @@ def compile_model(
         progress("write the manifest")
         manifest = describe(model, options, build, graphs, golden)
         return writer.finish(manifest, report(build))
+
+
+def _finish_on_ascend(
+    model: Source,
+    options: CompileOptions,
+    on_ascend: AscendOptions,
+    writer: ArtifactWriter,
+    build: Build,
+    progress: Progress,
+) -> Manifest:
+    """What is different for Ascend: graphs, weights as its graphs read them, wider golden tolerances."""
+    emitted = ascend_artifact.emit_into(writer, build, model.config, on_ascend, progress)
+    with build.timed("weights"):
+        progress(f"weights: {options.weights}")
+        ascend_artifact.weights_into(
+            writer, emitted, model.config, model.checkpoint, options.weights
+        )
+    with build.timed("golden"):
+        eager = _eager(model, options, progress)
+        golden = None if eager is None else ascend_artifact.golden_into(writer, eager, on_ascend)
+    if model.tokenizer is not None:
+        writer.add_file("tokenizer/tokenizer.json", model.tokenizer)
+    common = describe(model, options, build, {}, ())
+    return writer.finish(
+        ascend_artifact.complete(common, emitted, on_ascend, golden), report(build)
+    )
 
 
 @contextmanager
@@ -124,13 +149,14 @@ def _options(
     target: str,
     phases: Sequence[str] | None,
     passes: Sequence[str] | None,
-    weights: str,
+    weights: str | None,
     block_size: int,
     activations: str,
     dumps: bool,
     check_passes: bool,
 ) -> CompileOptions:
     wanted = tuple(phases) if phases else PHASES
+    weights = weights or ("copy" if target in SOCS else "reference")
     for value, known, what in (
         (target, ("cpu", *SOCS), "target"),
         (weights, POLICIES, "weights policy"),
@@ -241,17 +267,24 @@ def _write_weights(
     weights.write(wanted[name] for name in sorted(wanted))
 
 
+def _eager(model: Source, options: CompileOptions, progress: Progress) -> HybridModel | None:
+    """The eager model for golden values; None where there are no weights or they do not fit."""
+    if model.checkpoint is None or options.weights == "none" or options.phases != PHASES:
+        return None
+    if not fits_in_memory(model.config):
+        progress("golden: left out, the eager model does not fit in memory here")
+        return None
+    progress("golden: run the eager model")
+    return eager_model(model.checkpoint, model.config)
+
+
 def _write_golden(
     model: Source, options: CompileOptions, writer: ArtifactWriter, progress: Progress
 ) -> tuple[GoldenSpec, ...]:
-    """Golden values of the eager model; none where there are no weights or they do not fit."""
-    if model.checkpoint is None or options.phases != PHASES:
+    """Golden values of the eager model."""
+    eager = _eager(model, options, progress)
+    if eager is None:
         return ()
-    if not fits_in_memory(model.config):
-        progress("golden: left out, the eager model does not fit in memory here")
-        return ()
-    progress("golden: run the eager model")
-    eager = eager_model(model.checkpoint, model.config)
     case, tolerance = golden_case(eager), GOLDEN_TOLERANCE
     if options.activations == "bfloat16":
         tolerance += 2 * rounding_effect(eager, case)

@@ -8,14 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hybridge.artifacts.errors import CompileError
 from hybridge.artifacts.store import ArtifactWriter
 from hybridge.artifacts.weights import Origin
 from hybridge.compiler.targets.onnx.emit import WeightSpec
-from hybridge.ir.derived import Recipe, apply_recipe
+from hybridge.compiler.weight_reader import WeightReader
+from hybridge.ir.derived import Recipe
 from hybridge.models.checkpoint import Checkpoint
 from hybridge.models.config import ModelConfig
-from hybridge.models.tensor_names import WeightSource, weight_sources
 
 WeightsPolicy = Literal["reference", "copy", "none"]
 POLICIES: tuple[WeightsPolicy, ...] = ("reference", "copy", "none")
@@ -41,8 +40,7 @@ class WeightWriter:
         recipes: Mapping[str, Recipe],
     ) -> None:
         self.writer, self.checkpoint, self.policy = writer, checkpoint, policy
-        self.recipes = recipes
-        self.sources = {source.name: source for source in weight_sources(config)}
+        self.reader = WeightReader(config, checkpoint, recipes)
 
     def write(
         self, wanted: Iterable[WeightSpec], progress: Callable[[str], None] = lambda _: None
@@ -58,21 +56,21 @@ class WeightWriter:
 
     def _write_one(self, weight: WeightSpec) -> None:
         dtype = str(weight.dtype).removeprefix("torch.")
-        origin = self._origin(weight)
+        origin = self.reader.origin(weight.name)
         if self.checkpoint is None or self.policy == "none":
             self.writer.add_absent(weight.name, dtype, weight.shape, origin)
             return
         if self.policy == "reference" and self._reference(self.checkpoint, weight, dtype, origin):
             return
         with self.writer.open_weight(weight.name, dtype, weight.shape, origin) as stream:
-            for part in self._parts(self.checkpoint, weight):
+            for part in self._parts(self.checkpoint, weight.name):
                 stream.write(raw_bytes(part.to(weight.dtype)))
 
     def _reference(
         self, checkpoint: Checkpoint, weight: WeightSpec, dtype: str, origin: Origin
     ) -> bool:
         """Refer to the checkpoint's own bytes, if they are the weight as the graph reads it."""
-        source = self.sources.get(weight.name)
+        source = self.reader.sources.get(weight.name)
         if source is None or source.transform != "as_is":
             return False
         if checkpoint.weight_dtype(source) != weight.dtype:
@@ -89,41 +87,14 @@ class WeightWriter:
         )
         return True
 
-    def _parts(self, checkpoint: Checkpoint, weight: WeightSpec) -> Iterator[Tensor]:
+    def _parts(self, checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
         """The weight's values in order, in pieces: a stack comes member by member."""
-        if weight.recipe is not None:
-            yield self._derive(checkpoint, weight.recipe)
+        sources = self.reader.sources
+        if name in self.reader.recipes or len(sources[name].tensors) == 1:
+            yield self.reader.value(name)
             return
-        source = self._source(weight.name)
-        if len(source.tensors) == 1:
-            yield checkpoint.materialise(source)
-            return
-        for name in source.tensors:
-            yield checkpoint.tensor(name)
-
-    def _derive(self, checkpoint: Checkpoint, recipe: Recipe) -> Tensor:
-        inputs = [
-            self._derive(checkpoint, self.recipes[name])
-            if name in self.recipes
-            else checkpoint.materialise(self._source(name))
-            for name in recipe["inputs"]
-        ]
-        return apply_recipe(recipe, inputs)
-
-    def _source(self, name: str) -> WeightSource:
-        source = self.sources.get(name)
-        if source is None:
-            raise CompileError(
-                f"weights: a graph reads {name!r}, which is no parameter of the model",
-                "a pass that makes a weight must record its recipe in the graph's derived weights",
-            )
-        return source
-
-    def _origin(self, weight: WeightSpec) -> Origin:
-        if weight.recipe is None:
-            source = self._source(weight.name)
-            return Origin(tuple(source.tensors), source.transform)
-        return Origin(tuple(weight.recipe["inputs"]), str(weight.recipe["transform"]))
+        for tensor in sources[name].tensors:
+            yield checkpoint.tensor(tensor)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

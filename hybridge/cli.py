@@ -19,6 +19,7 @@ from hybridge import __version__
 from hybridge.artifacts.errors import HybridgeError
 from hybridge.commands.checkpoint import checkpoint
 from hybridge.commands.compile import compile_command
+from hybridge.commands.device_check import device_check
 from hybridge.commands.inspect import inspect_command
 from hybridge.commands.run import run
 from hybridge.commands.verify import verify
@@ -50,6 +51,7 @@ Exit codes:
   5    the artifact is damaged or of another version
   6    the runner could not serve the request
   7    verified values differ by more than the tolerance
+  8    this machine lacks the device, or the software for it, that a check needs
   130  interrupted (Ctrl-C)
 """
 
@@ -68,13 +70,14 @@ def cli(context: click.Context, debug: bool) -> None:
       hybridge inspect art                                   what fused, and what did not and why
       hybridge run art --ids 1,2,3                           prompt in, tokens out (needs no torch)
       hybridge verify art                                    numbers against the stored, and eager
+      hybridge device-check art                              an Ascend artifact on its NPU
 
     `hybridge VERB --help` has more examples. Results go to stdout, progress to stderr.
     """
     context.obj = {"debug": debug}
 
 
-for command in (compile_command, inspect_command, run, verify, checkpoint):
+for command in (compile_command, inspect_command, run, verify, device_check, checkpoint):
     cli.add_command(command)
 
 

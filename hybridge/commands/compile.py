@@ -17,7 +17,7 @@ from hybridge.commands.console import (
 )
 
 if TYPE_CHECKING:
-    from hybridge.compiler.targets.ascend.emit import AscendOptions
+    from hybridge.compiler.targets.ascend.options import AscendOptions
 
 EXAMPLES = """
 \b
@@ -65,9 +65,8 @@ Examples:
 @click.option(
     "--weights",
     type=click.Choice(["reference", "copy", "none"]),
-    default="reference",
-    show_default=True,
-    help="Refer to the checkpoint's own files, copy them in, or leave them out.",
+    help="Refer to the checkpoint's own files, copy them in, or leave them out."
+    "  [default: reference; copy for Ascend]",
 )
 @click.option(
     "--block-size",
@@ -96,7 +95,7 @@ Examples:
     "--buckets",
     metavar="SIZES",
     default="",
-    help="Ascend: static sizes, such as decode=16,prefill=1024,sequences=4,blocks=1024.",
+    help="Ascend: static sizes, such as decode=1/16,prefill=1024,sequences=4,blocks=1024.",
 )
 @click.option(
     "--expert-parallel",
@@ -129,7 +128,7 @@ def compile_command(
     target: str,
     phases: list[str],
     passes: str | None,
-    weights: str,
+    weights: str | None,
     block_size: int,
     activations: str,
     cann: str | None,
@@ -184,8 +183,7 @@ def _ascend_options(
     no_streams: bool,
 ) -> AscendOptions | None:
     """The options of an Ascend target; None where none was given."""
-    from hybridge.compiler.targets.ascend.artifact import parse_buckets
-    from hybridge.compiler.targets.ascend.emit import AscendOptions
+    from hybridge.compiler.targets.ascend.options import AscendOptions, parse_buckets
 
     given: dict[str, Any] = dict(parse_buckets(buckets))
     given |= {"cann_version": cann} if cann else {}

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from hybridge.artifacts.artifact import open_artifact
-from hybridge.artifacts.errors import UsageError
 from hybridge.commands.report import artifact_document, read_passes
 from hybridge.compiler import compile_model
-from hybridge.compiler.targets.ascend.emit import AscendOptions
+from hybridge.compiler.targets.ascend.options import AscendOptions
 from hybridge.compiler.targets.ascend.stand_in import find_wheel
 from hybridge.models.presets import preset, scale
 
@@ -35,7 +34,7 @@ def test_an_artifact_holds_graphs_plan_and_proof(config: Path, tmp_path: Path) -
     assert manifest.target_data["ascend"]["cache_copies"] == 0
     assert {"assign_nz_layout", "assign_streams"} <= {p.name for p in manifest.passes["decode"]}
     (bucket,) = manifest.phases["decode"].buckets
-    assert bucket["tokens"] == options.decode_sequences
+    assert (bucket["tokens"],) == options.decode_sequences
     assert {state.kind for state in manifest.states} == {"latent", "indexer"}
     plan = json.loads((out / "graphs/decode_weights.json").read_text())
     assert all(each["reason"] for each in plan)
@@ -43,6 +42,17 @@ def test_an_artifact_holds_graphs_plan_and_proof(config: Path, tmp_path: Path) -
     assert document["ascend"] == manifest.target_data["ascend"]
 
 
-def test_weight_bytes_are_refused(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="plan of the weights"):
-        compile_model(config, tmp_path / "art", target="ascend-950", weights="copy")
+def test_without_weights_their_names_and_shapes_are_there(config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "art"
+    options = AscendOptions("ascend-a3", convert=False)
+    compile_model(
+        config, out, target="ascend-a3", weights="none", phases=["decode"], ascend=options
+    )
+    artifact = open_artifact(out)
+    data = artifact.manifest.target_data["ascend"]
+    assert len(artifact.weights) == data["nz_weights"] + data["nd_weights"]
+    assert sum(each.length for each in artifact.weights.values()) == (
+        data["nz_bytes"] + data["nd_bytes"]
+    )
+    assert {each.place for each in artifact.weights.values()} == {"absent"}
+    assert not artifact.manifest.golden

@@ -3,52 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 from hybridge.artifacts.errors import UsageError
-from hybridge.artifacts.manifest import Manifest
+from hybridge.artifacts.manifest import GoldenSpec, Manifest
 from hybridge.artifacts.store import ArtifactWriter
 from hybridge.compiler.build import Build
+from hybridge.compiler.reference import golden_case
 from hybridge.compiler.targets.ascend.constraints import SOCS
-from hybridge.compiler.targets.ascend.emit import AscendOptions, Emitted, emit_ascend
+from hybridge.compiler.targets.ascend.emit import Emitted, emit_ascend
+from hybridge.compiler.targets.ascend.golden import DeviceTolerance, device_tolerance
+from hybridge.compiler.targets.ascend.options import AscendOptions
 from hybridge.compiler.targets.ascend.stand_in import require_wheel
+from hybridge.compiler.targets.ascend.stored_weights import write_weights
+from hybridge.compiler.weight_reader import WeightReader
+from hybridge.compiler.weights import WeightsPolicy
+from hybridge.models.checkpoint import Checkpoint
 from hybridge.models.config import ModelConfig
-
-# What a size is called in `--buckets` -> in AscendOptions.
-BUCKETS = {
-    "decode": "decode_sequences",
-    "prefill": "prefill_tokens",
-    "sequences": "prefill_sequences",
-    "blocks": "blocks",
-    "columns": "columns",
-    "slots": "slots",
-}
-
-
-def parse_buckets(text: str) -> dict[str, int]:
-    """`decode=16,prefill=1024` as arguments of `AscendOptions`.
-
-    Raises:
-        UsageError: a part is not NAME=SIZE.
-    """
-    found: dict[str, int] = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, _, number = part.partition("=")
-        if name not in BUCKETS or not number.isdigit() or int(number) < 1:
-            raise UsageError(
-                f"--buckets: cannot read {part!r}", f"write NAME=SIZE with {', '.join(BUCKETS)}"
-            )
-        found[BUCKETS[name]] = int(number)
-    return found
+from hybridge.models.model import HybridModel
 
 
 def choose_options(
-    target: str, weights: str, block_size: int, wanted: AscendOptions | None
+    target: str, block_size: int, wanted: AscendOptions | None
 ) -> AscendOptions | None:
     """The options of an Ascend target, whose SoC and block size are the caller's; None for others.
 
     Raises:
-        UsageError: the options do not fit the target, or weight bytes are wanted.
+        UsageError: the options do not fit the target.
         CompileError: the graph is to be converted and the torch-npu wheel is missing; told here,
             not after minutes of tracing.
     """
@@ -56,12 +37,6 @@ def choose_options(
         if wanted is not None:
             raise UsageError(f"options of an Ascend target do not fit {target}", "leave them out")
         return None
-    if weights != "none":
-        raise UsageError(
-            f"--weights {weights} is not there for {target}: its artifact holds a plan of the "
-            "weights, not their bytes",
-            "give --weights none",
-        )
     options = replace(wanted or AscendOptions(target), soc=target, block_size=block_size)
     if options.convert:
         require_wheel()
@@ -86,11 +61,53 @@ def emit_into(
     return emitted
 
 
-def complete(manifest: Manifest, emitted: Emitted) -> Manifest:
-    """The manifest with the device's graphs, states and data."""
+def weights_into(
+    writer: ArtifactWriter,
+    emitted: Emitted,
+    config: ModelConfig,
+    checkpoint: Checkpoint | None,
+    policy: WeightsPolicy,
+) -> None:
+    """Write the weights that the emitted graphs read; see `write_weights`."""
+    reader = WeightReader(config, checkpoint, emitted.recipes)
+    write_weights(writer, reader, emitted.weights, policy)
+
+
+@dataclass(frozen=True)
+class DeviceGolden:
+    """A golden case that was added, and what a device may differ by."""
+
+    spec: GoldenSpec
+    tolerance: DeviceTolerance
+
+
+def golden_into(writer: ArtifactWriter, eager: HybridModel, options: AscendOptions) -> DeviceGolden:
+    """Add the eager model's golden case, with the tolerance that the device's types call for."""
+    case = golden_case(eager)
+    tolerance = device_tolerance(eager, case, options.soc)
+    # Rounding may tip a choice between two tokens that are nearly as likely.
+    case = replace(case, greedy_tokens=None)
+    return DeviceGolden(writer.add_golden("eager", case, atol=tolerance.largest), tolerance)
+
+
+def complete(
+    manifest: Manifest, emitted: Emitted, options: AscendOptions, golden: DeviceGolden | None
+) -> Manifest:
+    """The manifest with the device's graphs, states, defaults and data."""
+    defaults = replace(
+        manifest.defaults,
+        max_context=options.columns * options.block_size,
+        slots=options.slots,
+        prefill_chunk=max(options.prefill_tokens),
+    )
+    data = dict(emitted.target_data)
+    if golden is not None:
+        data["ascend"] = {**data["ascend"], "golden_tolerance": asdict(golden.tolerance)}
     return replace(
         manifest,
         phases=emitted.phases,
         states=emitted.states,
-        target_data=emitted.target_data,
+        defaults=defaults,
+        golden=() if golden is None else (golden.spec,),
+        target_data=data,
     )

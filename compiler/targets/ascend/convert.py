@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +122,8 @@ def convert(
             f"torchair has no converter for {len(missing)} operators:\n{lines}",
             "these sites were not fused, or need a lowering of their own",
         )
-    graph = _convert(graph_module, name, core)
+    concrete = concrete_graph(graph_module, name, core.as_torch_npu())
+    graph = concrete.graph._proto  # the GraphDef inside torchair's wrapper
     return GeGraph(
         proto=graph.SerializeToString(deterministic=True),
         text=_text(graph),
@@ -263,7 +265,21 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _convert(graph_module: fx.GraphModule, name: str, core: stand_in.StandIn) -> Any:
+def concrete_graph(
+    graph_module: fx.GraphModule,
+    name: str,
+    converting: AbstractContextManager[None] | None = None,
+) -> Any:
+    """torchair's GE graph of a lowered graph: here with its stand-in core, on a device with the real one.
+
+    Args:
+        graph_module: see `convert`. name: of the GE graph.
+        converting: entered while converters run.
+
+    It is what `torchair.get_compiler` makes, without a look at the graph by torchair's own fusions,
+    and with control edges where they are meant. On a device it is called with tensors: the first call
+    compiles it.
+    """
     from torchair._ge_concrete_graph.fx2ge_converter import GeConcreteGraph
     from torchair._utils.graph_transform_observer import GraphTransformObserver
     from torchair.configs.compiler_config import CompilerConfig
@@ -282,12 +298,11 @@ def _convert(graph_module: fx.GraphModule, name: str, core: stand_in.StandIn) ->
         target = GeConcreteGraph(config, name=name)
         target.save_fx_graph(graph_module)
         converter = _NpuGraphConverter(graph_module, graph=target, garbage_collect_values=False)
-        with core.as_torch_npu(), mode:
+        with converting or contextlib.nullcontext(), mode:
             concrete = converter.run(*inputs)
         concrete.optimize_graph_without_runtime(*inputs, observer=observer, aot_gm=graph_module)
-    graph = concrete.graph._proto  # the GraphDef inside torchair's wrapper
-    _settle_control_edges(graph)
-    return graph
+    _settle_control_edges(concrete.graph._proto)
+    return concrete
 
 
 def _settle_control_edges(graph: Any) -> None:

@@ -1,8 +1,9 @@
-"""A lowered graph as text: Python source for npugraph_ex, JSON, and the GE graph line by line.
+"""A lowered graph as text: Python source for npugraph_ex, and JSON.
 
-The Python source is for a person with a device to read, import and capture; nothing in this project
-runs it. Streams are `torch.npu.stream` contexts, events are recorded and awaited by name, and every
-tensor that another stream uses is recorded on that stream.
+The JSON is what is loaded again (`device/graph_reader.py`). The Python source is for a person with a
+device to read, import and capture; nothing in this project runs it. Streams are `torch.npu.stream`
+contexts, events are recorded and awaited by name, and every tensor that another stream uses is
+recorded on that stream.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from hybridge.artifacts.errors import CompileError
+from hybridge.compiler.targets.ascend.loadable import loadable
 from hybridge.ir.effects import op_name
 from hybridge.ir.schedule import MAIN_STREAM, Schedule
 from hybridge.ir.schedule_ops import RECORD, SUPER_KERNEL, WAIT, stream_of
@@ -118,7 +121,11 @@ def _text(value: Any) -> str:
 
 
 def graph_json(graph_module: fx.GraphModule) -> str:
-    """The graph as JSON, one node a line: name, operator, arguments, stream, scope, result."""
+    """The graph as JSON, one node a line: name, operator, arguments, stream, scope, result.
+
+    Raises:
+        CompileError: an operator that would not be loaded again.
+    """
     lines = [json.dumps(_record(node)) for node in graph_module.graph.nodes]
     return '{"nodes": [\n' + ",\n".join(lines) + "\n]}\n"
 
@@ -126,11 +133,19 @@ def graph_json(graph_module: fx.GraphModule) -> str:
 def _record(node: fx.Node) -> dict[str, Any]:
     found: dict[str, Any] = {"name": node.name, "kind": node.op}
     if node.op == "call_function":
+        overload = getattr(node.target, "_overloadname", "")
+        if loadable(op_name(node), overload) is None:
+            raise CompileError(
+                f"{node.name} calls {op_name(node)}.{overload}, which an artifact's graph may not",
+                "the site was not fused, see why; or add the operator to loadable.py if it is pure",
+            )
         found["operator"] = op_name(node)
+        found["overload"] = overload
         found["arguments"] = [_plain(value) for value in node.args]
         found["keywords"] = {name: _plain(value) for name, value in node.kwargs.items()}
     if node.op == "output":
-        found["arguments"] = _plain(node.args[0])
+        results = node.args[0]
+        found["arguments"] = _plain(results if isinstance(results, list | tuple) else [results])
     if stream_of(node) != MAIN_STREAM:
         found["stream"] = stream_of(node)
     if SUPER_KERNEL in node.meta:

@@ -115,15 +115,50 @@ def _step(node: fx.Node) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], .
     return str(node.target), tuple(node.args[1:]), tuple(kept.items())
 
 
+# Steps that compute; what they are given is fp32 at least, whatever the checkpoint holds.
+_ARITHMETIC = {"aten.exp.default", "aten.neg.default"}
+_ELEMENTWISE = {*_ARITHMETIC, "aten._to_copy.default", "aten.clone.default", "decode_mxfp4"}
+
+
 def apply_steps(weight: PreparedWeight, value: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The weight as the graph reads it, from its source's value (and its scales')."""
+    """The weight as the graph reads it, from its source's value (and its scales').
+
+    A value wider than the graph's own input (an fp32 checkpoint) is rounded once, at the end, or
+    not at all where the graph would widen it again.
+    """
+    computes = any(name in _ARITHMETIC for name, _, _ in weight.steps)
+    if computes and value.is_floating_point():
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
     for name, args, kwargs in weight.steps:
         if name == "decode_mxfp4":
             assert scale is not None
             value = decode_mxfp4(value, scale)
-            continue
-        value = _BY_NAME[name](value, *args, **dict(kwargs))
+        elif name != "aten._to_copy.default":  # casts are the last line's
+            value = _BY_NAME[name](value, *args, **dict(kwargs))
     return value.to(weight.dtype)
+
+
+def by_rows(weight: PreparedWeight, rank: int) -> tuple[PreparedWeight, int] | None:
+    """How a weight is made from some rows of its source's first axis at a time.
+
+    Args:
+        weight: to make. rank: dimensions of its source.
+
+    Returns:
+        The weight without cuts of the first axis, and the source's row that is its first; None if
+        its steps need the whole source.
+    """
+    start, kept = 0, []
+    for step in weight.steps:
+        name, args, _ = step
+        if name == "aten.slice.Tensor" and tuple(args[:1]) == (0,) and len(args) <= 3:
+            start += args[1]
+            continue
+        swaps = name == "aten.transpose.int" and 0 not in {axis % rank for axis in args}
+        if name not in _ELEMENTWISE and not swaps:
+            return None
+        kept.append(step)
+    return replace(weight, steps=tuple(kept)), start
 
 
 def describe_steps(weight: PreparedWeight) -> list[str]:

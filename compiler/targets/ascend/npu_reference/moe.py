@@ -121,7 +121,7 @@ def dynamic_mx_quant(
     return scaled.flatten(-2).to(torch.float8_e4m3fn), scale.unflatten(-1, (-1, 2))
 
 
-def _from_mx(values: Tensor, scale: Tensor) -> Tensor:
+def from_mx(values: Tensor, scale: Tensor) -> Tensor:
     """[..., K] elements times 2^(scale - 127) of their block; scale is [..., K / 64, 2]."""
     count = values.shape[-1] // MX_BLOCK
     exponent = scale.flatten(-2)[..., :count].int() - 127
@@ -162,9 +162,9 @@ def grouped_matmul(
     rows, experts = x[0], weight[0]
     if antiquant_scale is not None:
         assert per_token_scale is not None
-        rows = _from_mx(rows, per_token_scale[0])
+        rows = from_mx(rows, per_token_scale[0])
         scales = antiquant_scale[0].transpose(1, 2)
-        experts = _from_mx(_from_fp4(experts.transpose(1, 2)), scales).transpose(1, 2)
+        experts = from_mx(_from_fp4(experts.transpose(1, 2)), scales).transpose(1, 2)
     sizes = group_list.tolist()
     behind = rows.shape[0] - sum(sizes)
     pieces = wide(rows)[: sum(sizes)].split(sizes)

@@ -9,9 +9,10 @@ from hybridge.compiler.pipeline import run_pipeline
 from hybridge.compiler.reference import check_values
 from hybridge.compiler.targets.ascend import stand_in
 from hybridge.compiler.targets.ascend.device_state import from_device, to_device
-from hybridge.compiler.targets.ascend.emit import AscendOptions, emit_ascend
+from hybridge.compiler.targets.ascend.emit import emit_ascend
 from hybridge.compiler.targets.ascend.lowering import lower
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket
+from hybridge.compiler.targets.ascend.options import AscendOptions
 from hybridge.compiler.targets.ascend.prepared_weights import apply_steps
 from hybridge.compiler.trace import trace
 from hybridge.ir.derived import materialise
@@ -119,8 +120,8 @@ def test_the_lowered_graph_equals_eager(config, model, fused, phase, soc):
 def test_everything_is_emitted_and_counted(config, fused, soc):
     options = AscendOptions(
         soc=soc,
-        decode_sequences=4,
-        prefill_tokens=16,
+        decode_sequences=(4,),
+        prefill_tokens=(16,),
         prefill_sequences=2,
         block_size=BLOCK,
         blocks=8,
