@@ -30,7 +30,7 @@ def describe(
     """The manifest, without the list of files."""
     config = model.config
     caches = cache_shapes(config)
-    # A cache has one type in all phases.
+    # A cache has one type in all phases; a target without ONNX graphs says itself how its states lie.
     dtypes = {spec.name: spec.dtype for graph in graphs.values() for spec in graph.inputs}
     return record.Manifest(
         hybridge_version=__version__,
@@ -46,6 +46,7 @@ def describe(
                 cache.name, cache.layer, cache.kind, dtypes[cache.name], _symbols(cache)
             )
             for cache in caches
+            if cache.name in dtypes
         ),
         defaults=record.Defaults(
             block_size=options.block_size,

@@ -100,6 +100,13 @@ def open_for_device(path: str | Path, *, weights_dir: str | Path | None = None) 
             f"{' or '.join(SOCS)}",
             "verify this one with `hybridge verify`, or compile with --target",
         )
+    devices = manifest.target_data["ascend"]["options"]["expert_parallel"]
+    if devices > 1:
+        raise ArtifactError(
+            f"{artifact.root} is for one of {devices} devices that share the experts; a device check "
+            "runs one device alone",
+            "check an artifact compiled without --expert-parallel: its graphs differ in the experts only",
+        )
     if manifest.weights_policy == "none":
         raise ArtifactError(
             f"{artifact.root} has no weights (--weights none), so it cannot be run",
