@@ -76,7 +76,11 @@ def _pass_record(result: PassResult) -> record.PassRecord:
     refusals = tuple(
         record.Refusal(each.node, each.rule, each.reason, each.remedy) for each in result.refusals
     )
-    extra: dict[str, object] = {"bytes_removed": result.bytes_removed}
+    extra: dict[str, object] = {
+        "bytes_removed": result.bytes_removed,
+        "bytes_moved_before": result.moved_before,
+        "bytes_moved_after": result.moved_after,
+    }
     if result.difference is not None:
         extra["difference"] = result.difference
     return record.PassRecord(

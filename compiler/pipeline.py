@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from hybridge.artifacts.errors import CompileError, UsageError, VerifyError
 from hybridge.ir.batch import example_values
+from hybridge.ir.cost import bytes_moved
 from hybridge.ir.derived import materialise
 from hybridge.ir.pass_base import ModelShape, Pass, PassContext, PassResult, run_pass
 from hybridge.ir.signature import mark_weights, weight_name
@@ -134,10 +135,18 @@ def run_pipeline(
         check_inputs = example_values(graph_module)
     proofs = {} if proofs is None else proofs
     before = _results(graph_module, check_inputs)
+    moved = bytes_moved(graph_module.graph)
     results: list[PassResult] = []
     for step in steps:
         result = run_pass(step, PassContext(graph_module, phase, proofs))
-        result = replace(result, expected=step.expect(config, phase))
+        after_step = bytes_moved(graph_module.graph) if result.modified else moved
+        result = replace(
+            result,
+            expected=step.expect(config, phase),
+            moved_before=moved,
+            moved_after=after_step,
+        )
+        moved = after_step
         require_valid(graph_module, step.name)
         _require_matches(result, phase)
         if check_inputs is not None and result.modified:

@@ -3,6 +3,8 @@
 Formulas by operator, from the shapes in the graph's metadata; no names of models or layers. Views
 and sizes cost nothing. An operator without a formula is taken for elementwise work over what it
 reads and writes, which is what most of them are.
+
+`bytes_moved` is for graphs of any stage: what their intermediates cost, which fusion is to save.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from math import fsum, prod
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
-from hybridge.ir.effects import op_name
+from hybridge.ir.effects import arguments_of, is_assertion, is_view, op_name
 from hybridge.ir.schedule import Engine
 
 
@@ -79,6 +81,7 @@ _FREE = (
     *("slice", "select", "split", "split_with_sizes", "tensor_split", "expand", "unflatten"),
     *("getitem", "alias", "detach", "chunk", "sym_size", "record_event", "wait_event"),
 )
+_GATHERS = ("embedding", "index_select", "index", "gather")
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "moe_distribute")
 
 
@@ -94,6 +97,51 @@ def cost_of(node: Node) -> Cost:
         return formula(node, touched)
     elements = sum(prod(t.shape) for t in _tensors(node.meta.get("val")))
     return Cost(vector=float(elements), bytes=touched)
+
+
+def bytes_moved(graph: Graph) -> int:
+    """Bytes of intermediates that the calls of a graph read and write, at the sizes it was traced with.
+
+    An intermediate is a tensor that the graph computes; its inputs (weights, caches, the batch) do not count. A view
+    moves nothing, and reading it moves what it shows. A gather reads no more than it returns.
+    """
+    sizes: dict[Node, int] = {}  # of intermediates and their views, as a reader sees them
+    moved = 0
+    for node in graph.nodes:
+        if node.op != "call_function" or is_assertion(node):
+            continue
+        read = {each: sizes[each] for each in node.all_input_nodes if each in sizes}
+        written = traced_bytes(node.meta.get("val"))
+        name = op_name(node).split("::")[-1]
+        if name in _FREE or is_view(node):
+            if read:
+                sizes[node] = written
+            continue
+        sizes[node] = written
+        if name in _GATHERS:
+            read = {each: min(size, written) for each, size in read.items()}
+        moved += written + sum(read.values()) - _of_other_sites(node, read)
+    return moved
+
+
+def _of_other_sites(node: Node, read: dict[Node, int]) -> int:
+    """Bytes that stage two of AttnRes leaves alone: the statistics hold every site of a block, it reads one."""
+    if "site" not in node.kwargs:
+        return 0
+    return sum(
+        read[value] - read[value] // int(value.meta["val"].shape[0])
+        for argument, value in arguments_of(node)
+        if argument.name in ("numerator", "logit_max", "exp_sum")
+    )
+
+
+def traced_bytes(value: Any) -> int:
+    """The size of tensors whose dimensions may be symbols, each taken as it was when traced."""
+    return sum(
+        prod(size if isinstance(size, int) else int(size.node.hint or 1) for size in tensor.shape)
+        * tensor.element_size()
+        for tensor in _tensors(value)
+    )
 
 
 def engine_of(node: Node) -> Engine:

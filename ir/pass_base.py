@@ -22,6 +22,7 @@ from torch.fx.node import map_arg
 
 from hybridge.artifacts.errors import CompileError
 from hybridge.ir import region as regions
+from hybridge.ir.cost import traced_bytes
 from hybridge.ir.derived import Recipe, apply_recipe
 from hybridge.ir.effects import Effects, has_effect, is_assertion, is_view, written_arguments
 from hybridge.ir.region import Region
@@ -83,6 +84,8 @@ class PassResult:
         modified: whether the graph changed.
         nodes_before, nodes_after: calls in the graph.
         bytes_removed: bytes of intermediates that no longer exist, at the sizes of the traced example.
+        moved_before, moved_after: bytes of intermediates that the graph's calls read and write, at these sizes (see
+            `hybridge.ir.cost.bytes_moved`); filled by the pipeline.
         seconds: time it took.
         dumps, difference: filled by the pipeline on request.
     """
@@ -96,6 +99,8 @@ class PassResult:
     bytes_removed: int
     seconds: float
     expected: int = 0
+    moved_before: int = 0
+    moved_after: int = 0
     difference: float | None = None
 
 
@@ -409,18 +414,8 @@ def _broken(step: Pass, site: Site, what: str) -> CompileError:
 
 def _bytes(nodes: Iterable[Node]) -> int:
     """Bytes that the nodes' results take; views and writes take none."""
-    total = 0
-    for node in nodes:
-        if node.op != "call_function" or is_view(node) or has_effect(node):
-            continue
-        for value in torch.utils._pytree.tree_leaves(value_of(node)):
-            if isinstance(value, torch.Tensor):
-                total += _elements(value) * value.element_size()
-    return total
-
-
-def _elements(value: torch.Tensor) -> int:
-    count = 1
-    for size in value.shape:
-        count *= size if isinstance(size, int) else int(size.node.hint or 1)
-    return count
+    return sum(
+        traced_bytes(value_of(node))
+        for node in nodes
+        if node.op == "call_function" and not is_view(node) and not has_effect(node)
+    )

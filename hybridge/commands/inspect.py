@@ -18,7 +18,9 @@ Examples:
 \b
 JSON: `passes` holds for each phase a list, in pipeline order, of
   {name, matches, expected, refusals: [{node, rule, reason, remedy}],
-   nodes_before, nodes_after, seconds}
+   nodes_before, nodes_after, seconds,
+   extra: {bytes_removed, bytes_moved_before, bytes_moved_after}}
+  bytes are of intermediates, at the sizes of the traced example
 """
 
 

@@ -12,7 +12,10 @@ from hybridge.commands.console import format_bytes, format_table
 
 PassRecords = dict[str, list[dict[str, Any]]]
 
-COLUMNS = ("matches", "expected", "refusals", "nodes before", "after", "seconds")
+COLUMNS = (
+    *("matches", "expected", "refusals"),
+    *("nodes before", "after", "moved before", "after", "seconds"),
+)
 
 
 def read_passes(artifact: Path) -> tuple[Manifest, PassRecords]:
@@ -87,11 +90,18 @@ def _table(records: list[dict[str, Any]]) -> str:
             len(record["refusals"]),
             record["nodes_before"],
             record["nodes_after"],
+            *(_moved(record, place) for place in ("before", "after")),
             f"{record['seconds']:.2f}",
         )
         for record in records
     ]
     return format_table(("pass", *COLUMNS), rows) if rows else "(no passes were run)"
+
+
+def _moved(record: Mapping[str, Any], place: str) -> str:
+    """Bytes of intermediates that the graph reads and writes; artifacts of older versions do not say."""
+    count = record["extra"].get(f"bytes_moved_{place}")
+    return "-" if count is None else format_bytes(int(count))
 
 
 def select_pass(passes: PassRecords, name: str) -> PassRecords:
@@ -124,8 +134,13 @@ def _describe_record(phase: str, record: Mapping[str, Any]) -> str:
     facts = {
         "matches": f"{record['matches']} (expected at least {record['expected']})",
         "nodes": f"{record['nodes_before']} -> {record['nodes_after']}",
+        "moved": f"{_moved(record, 'before')} -> {_moved(record, 'after')}",
         "seconds": f"{record['seconds']:.2f}",
-        **{name.replace("_", " "): value for name, value in record["extra"].items()},
+        **{
+            name.replace("_", " "): value
+            for name, value in record["extra"].items()
+            if not name.startswith("bytes_moved_")
+        },
         "refusals": len(record["refusals"]),
     }
     width = max(map(len, facts))

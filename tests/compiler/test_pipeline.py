@@ -15,7 +15,7 @@ from golden_data import FOLDER
 from hybridge.artifacts.errors import CompileError, UsageError
 from hybridge.compiler.pipeline import pass_names, run_pipeline
 from hybridge.compiler.trace import trace
-from hybridge.ir.signature import PHASES, mark_weights
+from hybridge.ir.signature import METADATA, PHASES, mark_weights, shape_of
 from hybridge.ir.text import graph_text
 from hybridge.models.config import load_config
 from plain_maths import calls
@@ -29,6 +29,18 @@ def _traced(name: str, phase: str) -> GraphModule:
     traced = trace(load_config(FOLDER / name), phase, block_size=4)  # type: ignore[arg-type]
     mark_weights(traced.graph_module, traced.weights)
     return traced.graph_module
+
+
+def of_metadata_alone(gm: GraphModule) -> list[str]:
+    """The calls that compute something from the batch's integers only; sizes do not count."""
+    known = {node for node in gm.graph.nodes if node.op == "placeholder" and node.name in METADATA}
+    found = []
+    for node in gm.graph.nodes:
+        inputs = node.all_input_nodes
+        if inputs and all(each in known for each in inputs) and shape_of(node) is not None:
+            known.add(node)
+            found.append(node.name)
+    return found
 
 
 def traced_copy(name: str, phase: str) -> GraphModule:
@@ -52,6 +64,10 @@ def test_every_expected_site_fuses_and_no_value_changes(name: str, phase: str) -
     assert counts[f"kda_{phase}"] == config.layer_kinds.count("kda")
     assert counts["sparse_flash_attention"] + counts["mla_attention"] == full
     assert counts["kda_recurrence"] == 0
+    # The ops read the batch as it is: no lengths, positions or gathered tables are left, in any layer.
+    assert of_metadata_alone(_traced(name, phase))
+    assert not of_metadata_alone(gm)
+    assert report.results[-1].moved_after < report.results[0].moved_before / 3
     again = run_pipeline(gm, phase, config, passes=[], proofs=PROOFS)
     assert again.results == ()
 
