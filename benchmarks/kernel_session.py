@@ -67,6 +67,8 @@ class Kernel:
         model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
+        # Else its threads spin on after a run and take a core from what is timed next.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         hybridge.kernels.register(options)
         self.session = onnxruntime.InferenceSession(model.SerializeToString(), options)
         self.binding = self.session.io_binding()

@@ -23,9 +23,10 @@ _PROBE_BYTES = 256 << 20
 _PROBE_SIDE = 2048
 
 
-# A step shorter than this is repeated within its turn: the first calls find the caches, and the cores
-# that another library's threads still spin on, as the step before left them.
-_TURN_MS = 8.0
+# How long a step is run before it is timed, and then timed, within its turn: the caches are not its own
+# at first, and the cores are taken by the threads of the library before it, which spin for some
+# milliseconds (a product of 1.8 ms took 6 in the first call). A long step does not notice.
+_SETTLE_MS, _TIMED_MS, _LONG_MS = 20.0, 20.0, 500.0
 
 
 def take_turns(steps: Mapping[str, Step], turns: int, warm: int = 2) -> dict[str, float]:
@@ -41,12 +42,13 @@ def take_turns(steps: Mapping[str, Step], turns: int, warm: int = 2) -> dict[str
 
 
 def _turn(step: Step) -> float:
-    """Milliseconds of a call: of the only one, or the mean over the second half of a turn."""
+    """Milliseconds of a call: of the only one if it is long, or the mean of those after settling."""
     first, _ = _calls(step, 0.0)
-    if first >= _TURN_MS:
+    if first >= _LONG_MS:
         return first
-    _calls(step, _TURN_MS / 2)
-    total, count = _calls(step, _TURN_MS / 2)
+    if first < _SETTLE_MS:
+        _calls(step, _SETTLE_MS - first)
+    total, count = _calls(step, _TIMED_MS)
     return total / count
 
 

@@ -298,6 +298,8 @@ def _options(phase: str, settings: SessionSettings) -> Any:
     if settings.threads is not None:
         # Threads past the processors only take turns; some thousands never finish a step.
         options.intra_op_num_threads = min(settings.threads, os.cpu_count() or 1)
+    # Between steps its threads would spin on, and take the cores from whoever samples or serves.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     if not settings.prepack:
         options.add_session_config_entry("session.disable_prepacking", "1")
     if settings.native:

@@ -123,3 +123,10 @@ stream = engine.generate([3, 1, 4], 9)
 print(next(stream), next(other.generate([5], 3)))
 """
     assert run_script(HEAD + text + end, compiled)
+
+
+def test_threads_rest_between_steps(compiled: Path) -> None:
+    """A pool that spins on after a step (for 40 ms, measured) takes the cores from whoever samples or serves."""
+    for session in load(compiled, threads=2).model.sessions.values():
+        options = session._session.get_session_options()
+        assert options.get_session_config_entry("session.force_spinning_stop") == "1"
