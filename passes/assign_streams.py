@@ -63,26 +63,20 @@ class AssignStreams:
 
     name: ClassVar[str] = "assign_streams"
 
-    def run(
-        self, gm: GraphModule, machine: Machine, phase: str
-    ) -> tuple[PassResult, tuple[Choice, ...]]:
+    def run(self, gm: GraphModule, machine: Machine) -> tuple[PassResult, tuple[Choice, ...]]:
         """Assign streams in place.
 
         Args:
             gm: a lowered graph with metadata.
             machine: rates to compare times with.
-            phase: prefill is refused as a whole: its operators fill the device by themselves.
         """
         start = time.perf_counter()
         before = len(gm.graph.nodes)
         choices: list[Choice] = []
         matches: list[Match] = []
         refusals: list[Refusal] = []
-        if phase != "decode":
-            refusals.append(_no_prefill())
-        plans = [] if phase != "decode" else _plans(gm.graph, machine)
         taken: set[Node] = set()
-        for plan in plans:
+        for plan in _plans(gm.graph, machine):
             choice = plan.refuse_if_taken(taken) or plan.apply()
             choices.append(choice)
             if choice.gain > 0:
@@ -108,15 +102,6 @@ class AssignStreams:
             ),
             tuple(choices),
         )
-
-
-def _no_prefill() -> Refusal:
-    return Refusal(
-        "prefill",
-        "decode only",
-        "thousands of rows fill every core, so that a second stream only takes turns",
-        "none: the recipes run prefill on the main stream too",
-    )
 
 
 def _plans(graph: Graph, machine: Machine) -> list[_Plan]:

@@ -13,8 +13,8 @@ from hybridge.passes.check_schedule import prove
 from .lowered_graphs import MACHINE, experts, indexer_prolog, trace
 
 
-def assigned(gm, machine=MACHINE, phase="decode"):
-    result, choices = AssignStreams().run(gm, machine, phase)
+def assigned(gm, machine=MACHINE):
+    result, choices = AssignStreams().run(gm, machine)
     return result, choices, schedule_of(gm.graph, machine.aic, machine.aiv)
 
 
@@ -84,12 +84,11 @@ def test_the_order_of_issue_still_runs_on_one_stream():
     assert sorted(kept) == sorted(before)
 
 
-def test_prefill_is_left_on_one_stream_with_the_reason():
-    gm = experts(rows=4096)
-    result, _, schedule = assigned(gm, phase="prefill")
-    assert result.matches == ()
-    assert result.refusals[0].rule == "decode only"
-    assert schedule.streams == ("main",)
+def test_thousands_of_rows_are_judged_by_the_same_numbers():
+    result, choices, schedule = assigned(experts(rows=4096))
+    assert len(result.matches) == 1
+    assert "branches" in choices[0].why
+    assert prove(schedule).proved
 
 
 def test_a_branch_that_gains_nothing_is_refused_with_its_numbers():

@@ -33,7 +33,7 @@ def test_one_stream_without_events_is_one_scope():
 @pytest.mark.parametrize("make", [experts, indexer_prolog])
 def test_no_scope_holds_an_event_or_a_side_stream(make):
     gm = make()
-    AssignStreams().run(gm, MACHINE, "decode")
+    AssignStreams().run(gm, MACHINE)
     _, _, schedule = merged(gm)
     assert prove(schedule).proved
     side = [n for n in gm.graph.nodes if n.meta.get("stream", "main") != "main"]
@@ -81,7 +81,7 @@ def test_the_routed_experts_are_one_scope_from_the_router_to_the_sum():
 def test_more_scopes_than_there_may_be_are_refused(monkeypatch):
     monkeypatch.setattr("hybridge.passes.merge_super_kernels.MAX_SCOPES", 1)
     gm = experts()
-    AssignStreams().run(gm, MACHINE, "decode")
+    AssignStreams().run(gm, MACHINE)
     before = merged(experts(), excluded=(("npu_grouped_matmul", "told to"),))
     assert len(before[1]) == 1
     assert "RESOURCE_INSUFFICIENT" in [refusal.rule for refusal in before[0].refusals]
@@ -89,7 +89,7 @@ def test_more_scopes_than_there_may_be_are_refused(monkeypatch):
 
 def test_a_kernel_with_core_limits_stays_outside():
     gm = spread_experts()
-    AssignStreams().run(gm, MACHINE, "decode")
+    AssignStreams().run(gm, MACHINE)
     result, scopes, schedule = merged(gm)
     limited = {node.name for node in gm.graph.nodes if "cores" in node.meta}
     assert limited

@@ -157,9 +157,7 @@ def _emit_graph(
     _needs_are_met(layouts, uses)
     results, choices, scopes = [*lowered.results, laid], (), ()
     if options.streams:
-        placed, choices = step(
-            "assign_streams", lambda: AssignStreams().run(gm, soc.machine, phase)
-        )
+        placed, choices = step("assign_streams", lambda: AssignStreams().run(gm, soc.machine))
         results.append(placed)
     if options.super_kernels and phase == "decode":
         merged, scopes = step(

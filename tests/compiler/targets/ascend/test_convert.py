@@ -113,7 +113,7 @@ def test_the_stand_in_refuses_what_needs_a_device():
 
 def lowered(make):
     gm = make()
-    AssignStreams().run(gm, MACHINE, "decode")
+    AssignStreams().run(gm, MACHINE)
     MergeSuperKernels().run(gm, replace(MACHINE, launch=1e-3), SuperKernelPolicy())
     graph = ge.convert(gm, {}, soc="ascend-950", cann_version="9.0.0", name="streams")
     return gm, ge.read_graph(graph.proto)

@@ -135,7 +135,7 @@ def test_a_rank_that_fails_frees_the_others():
 
 def test_the_shared_expert_runs_beside_dispatch_and_combine():
     gm = spread_experts()
-    result, choices = AssignStreams().run(gm, MACHINE, "decode")
+    result, choices = AssignStreams().run(gm, MACHINE)
     assert len(result.matches) == 1
     schedule = schedule_of(gm.graph, MACHINE.aic, MACHINE.aiv)
     assert prove(schedule).proved
@@ -173,7 +173,7 @@ def beside_each_other(gm, nodes):
 
 def test_a_collective_on_a_side_stream_is_refused_by_the_proof():
     gm = spread_experts()
-    AssignStreams().run(gm, MACHINE, "decode")
+    AssignStreams().run(gm, MACHINE)
     for node in gm.graph.nodes:
         if "combine_v2" in str(node.target):
             node.meta["stream"] = "side"

@@ -38,7 +38,7 @@ def traced(config):
 
 
 def placed(config, traced, phase, devices=1):
-    """The lowered graph of a phase with streams and scopes, and its schedule."""
+    """The schedule of a phase's lowered graph, with streams and scopes."""
     tokens = 16 if phase == "decode" else 512
     sequences = 16 if phase == "decode" else 4
     lowered = lower(
@@ -50,20 +50,20 @@ def placed(config, traced, phase, devices=1):
         latent_width=config.kv_lora_rank,
         parallel=ExpertParallel(devices),
     )
-    result, _ = AssignStreams().run(lowered.graph_module, MACHINE, phase)
-    MergeSuperKernels().run(lowered.graph_module, MACHINE, SuperKernelPolicy())
+    AssignStreams().run(lowered.graph_module, MACHINE)
+    if phase == "decode":
+        MergeSuperKernels().run(lowered.graph_module, MACHINE, SuperKernelPolicy())
     graph = lowered.graph_module.graph
-    return graph, schedule_of(graph, MACHINE.aic, MACHINE.aiv), result
+    return schedule_of(graph, MACHINE.aic, MACHINE.aiv)
 
 
 @pytest.fixture(scope="module")
 def schedules(config, traced):
-    found = {
+    return {
         "decode": placed(config, traced, "decode"),
         "decode of 16 devices": placed(config, traced, "decode", devices=16),
         "prefill": placed(config, traced, "prefill"),
     }
-    return {name: schedule for name, (_, schedule, _) in found.items()}
 
 
 def task_order(schedule):
@@ -74,7 +74,7 @@ def task_order(schedule):
     return [order._clocks[order._index[name]] for name in names]
 
 
-@pytest.mark.parametrize("name", ["decode", "decode of 16 devices"])
+@pytest.mark.parametrize("name", ["decode", "decode of 16 devices", "prefill"])
 def test_every_dropped_event_and_every_swap_is_caught(schedules, name):
     schedule = schedules[name]
     assert prove(schedule).proved
@@ -89,13 +89,7 @@ def test_every_dropped_event_and_every_swap_is_caught(schedules, name):
         assert not prove(swapped).proved or task_order(swapped) == before, (first, second)
 
 
-def test_prefill_says_why_it_has_one_stream(config, traced, schedules):
-    assert schedules["prefill"].streams == (MAIN_STREAM,)
-    _, _, result = placed(config, traced, "prefill")
-    assert result.refusals[0].reason
-
-
-@pytest.mark.parametrize("name", ["decode", "decode of 16 devices"])
+@pytest.mark.parametrize("name", ["decode", "decode of 16 devices", "prefill"])
 def test_a_deadlock_is_caught(schedules, name):
     schedule = schedules[name]
     steps = list(schedule.steps)
