@@ -19,7 +19,7 @@ from hybridge.artifacts.errors import CompileError
 from hybridge.compiler.targets.ascend.loadable import loadable
 from hybridge.ir.effects import op_name
 from hybridge.ir.schedule import MAIN_STREAM, Schedule
-from hybridge.ir.schedule_ops import RECORD, SUPER_KERNEL, WAIT, stream_of
+from hybridge.ir.schedule_ops import CORES, RECORD, SUPER_KERNEL, WAIT, stream_of
 
 _HEAD = '''"""{title}
 
@@ -87,7 +87,12 @@ def _lines(nodes: list[fx.Node], recorded: dict[str, list[str]]) -> Iterator[str
             yield f'    with torch.npu.stream(streams["{stream_of(node)}"]):'
         stream = stream_of(node)
         indent = "    " if stream == MAIN_STREAM else "        "
-        yield f"{indent}{node.name} = {_call(node)}"
+        if CORES in node.meta:
+            aic, aiv = node.meta[CORES]
+            yield f"{indent}with torch.npu.npugraph_ex.scope.limit_core_num({aic}, {aiv}):"
+            yield f"{indent}    {node.name} = {_call(node)}"
+        else:
+            yield f"{indent}{node.name} = {_call(node)}"
         for other in recorded.get(node.name, []):
             if isinstance(node.meta.get("val"), torch.Tensor):
                 yield f'{indent}{node.name}.record_stream(streams["{other}"])'
@@ -148,6 +153,8 @@ def _record(node: fx.Node) -> dict[str, Any]:
         found["arguments"] = _plain(results if isinstance(results, list | tuple) else [results])
     if stream_of(node) != MAIN_STREAM:
         found["stream"] = stream_of(node)
+    if CORES in node.meta:
+        found["cores"] = list(node.meta[CORES])
     if SUPER_KERNEL in node.meta:
         found["super_kernel"] = node.meta[SUPER_KERNEL]
     value = node.meta.get("val")

@@ -1,6 +1,7 @@
 """Experts over several devices: every device a thread, and all together equal one that has every expert."""
 
 import dataclasses
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +11,7 @@ from hybridge.artifacts.errors import CompileError, UsageError
 from hybridge.compiler.targets.ascend import convert as ge
 from hybridge.compiler.targets.ascend import stand_in
 from hybridge.compiler.targets.ascend.expert_parallel import ExpertParallel
+from hybridge.compiler.targets.ascend.graph_source import graph_json, python_source
 from hybridge.compiler.targets.ascend.npu_reference.expert_parallel import simulated_group
 from hybridge.ir.schedule import MAIN_STREAM, Engine, HappensBefore
 from hybridge.ir.schedule_ops import schedule_of, stream_of
@@ -145,6 +147,19 @@ def test_the_shared_expert_runs_beside_dispatch_and_combine():
     assert "beside npu_moe_distribute" in choices[0].why
     for unlimited in prove_without_limits(gm):
         assert "waits for all its vector cores" in unlimited.reason
+
+
+def test_core_limits_are_in_the_source_and_the_json_for_npugraph_ex():
+    gm = spread_experts()
+    AssignStreams().run(gm, MACHINE)
+    limited = next(n for n in gm.graph.nodes if "cores" in n.meta and stream_of(n) != MAIN_STREAM)
+    aic, aiv = limited.meta["cores"]
+    source = python_source(gm, schedule_of(gm.graph, MACHINE.aic, MACHINE.aiv), "A graph.")
+    compile(source, "source.py", "exec")
+    scope = f"        with torch.npu.npugraph_ex.scope.limit_core_num({aic}, {aiv}):"
+    assert f"{scope}\n            {limited.name} = " in source
+    records = {record["name"]: record for record in json.loads(graph_json(gm))["nodes"]}
+    assert records[limited.name]["cores"] == [aic, aiv]
 
 
 def prove_without_limits(gm):
