@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from golden_data import FOLDER
 from hybridge.artifacts.artifact import open_artifact
+from hybridge.artifacts.errors import CompileError
 from hybridge.commands.report import artifact_document, read_passes
 from hybridge.compiler import compile_model
 from hybridge.compiler.targets.ascend.options import AscendOptions
@@ -56,3 +58,16 @@ def test_without_weights_their_names_and_shapes_are_there(config: Path, tmp_path
     )
     assert {each.place for each in artifact.weights.values()} == {"absent"}
     assert not artifact.manifest.golden
+
+
+def test_a_model_that_does_not_fit_is_told_every_reason_of_every_graph(tmp_path: Path) -> None:
+    options = AscendOptions("ascend-950", convert=False)
+    golden = FOLDER / "kimi-k3.1-tiny"
+    with pytest.raises(CompileError) as caught:
+        compile_model(golden, tmp_path / "art", target="ascend-950", ascend=options)
+    message = caught.value.message
+    assert "for 3 reasons" in message
+    for reason in ("head dimension is 16", "latent dimension is 32", "rope dimension is 8"):
+        assert message.count(reason) == 1
+    assert message.count("; decode: ") == 3
+    assert list(tmp_path.iterdir()) == []

@@ -16,9 +16,10 @@ from hybridge.artifacts.errors import CompileError
 from hybridge.artifacts.manifest import PhaseSpec, StateSpec
 from hybridge.compiler.targets.ascend import convert as ge
 from hybridge.compiler.targets.ascend import describe
-from hybridge.compiler.targets.ascend.constraints import SOCS
+from hybridge.compiler.targets.ascend.constraints import SOCS, Violation
 from hybridge.compiler.targets.ascend.emitted import EmittedGraph
 from hybridge.compiler.targets.ascend.expert_parallel import ExpertParallel
+from hybridge.compiler.targets.ascend.fit import DoesNotFitError
 from hybridge.compiler.targets.ascend.lowering import Lowered, lower
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket
 from hybridge.compiler.targets.ascend.options import AscendOptions
@@ -85,16 +86,11 @@ def emit_ascend(
 
     Raises:
         UsageError: an option does not fit.
-        CompileError: the model does not fit the operators, the schedule is not safe, or torchair
+        DoesNotFitError: the model does not fit the operators; every reason of every graph.
+        CompileError: the schedule is not safe, or torchair
             cannot convert.
     """
-    graphs: dict[str, list[EmittedGraph]] = {
-        traced.phase: [
-            _emit_graph(traced, name, bucket, config, options, progress)
-            for name, bucket in options.buckets(traced.phase).items()
-        ]
-        for traced in phases
-    }
+    graphs = _emit_graphs(phases, config, options, progress)
     every = [graph for found in graphs.values() for graph in found]
     weights, names = stored_weights(
         {each.name: list(zip(each.lowered.weights, each.layouts, strict=True)) for each in every}
@@ -117,6 +113,28 @@ def emit_ascend(
             f"{each.name}/{step}": took for each in every for step, took in each.seconds.items()
         },
     )
+
+
+def _emit_graphs(
+    phases: Sequence[TracedPhase],
+    config: ModelConfig,
+    options: AscendOptions,
+    progress: Callable[[str], None],
+) -> dict[str, list[EmittedGraph]]:
+    """All graphs of each phase; what does not fit in any of them is told together."""
+    graphs: dict[str, list[EmittedGraph]] = {traced.phase: [] for traced in phases}
+    broken: dict[str, Sequence[Violation]] = {}
+    for traced in phases:
+        for name, bucket in options.buckets(traced.phase).items():
+            try:
+                graph = _emit_graph(traced, name, bucket, config, options, progress)
+            except DoesNotFitError as error:
+                broken[name] = error.violations[traced.phase]
+            else:
+                graphs[traced.phase].append(graph)
+    if broken:
+        raise DoesNotFitError(options.soc, broken)
+    return graphs
 
 
 def _emit_graph(

@@ -30,6 +30,7 @@ from hybridge.compiler.targets.ascend.expert_parallel import (
     expert_weights,
     own_part,
 )
+from hybridge.compiler.targets.ascend.fit import DoesNotFitError
 from hybridge.compiler.targets.ascend.fuse_add_rms_norm import fuse_add_rms_norm
 from hybridge.compiler.targets.ascend.lowerings import attention, attn_res, elementwise, kda, moe
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket, Context, PagedLatent
@@ -127,8 +128,8 @@ def lower(
 
     Raises:
         UsageError: an unknown SoC, or decode sizes with T != B.
-        CompileError: operators whose constraints the graph breaks (all of them in one message), or
-            a node that cannot be lowered.
+        DoesNotFitError: operators whose constraints the graph breaks, all of them in one message.
+        CompileError: a node that cannot be lowered.
     """
     if soc not in SOCS:
         raise UsageError(f"unknown SoC {soc!r}", f"use one of {', '.join(SOCS)}")
@@ -144,7 +145,8 @@ def lower(
     plan = _shared_experts(graph_module, plan, parallel)
     context = Context(soc, dtype, bucket, parallel)
     traced = _trace(graph_module, plan, context, prologs)
-    _report(context)
+    if context.violations:
+        raise DoesNotFitError(soc, {phase: context.violations})
     weights = prepare_weights(traced, plan.weights)
     added = fuse_add_rms_norm(traced)  # after: a norm's weight is then an input, not a cast
     return Lowered(
@@ -384,20 +386,3 @@ class _Runner(fx.Interpreter):
                 "compile for the CPU",
             )
         return LOWERINGS[name](self.context, *args, **kwargs)
-
-
-def _report(context: Context) -> None:
-    """Raise with every broken constraint; the same one at many nodes is one line."""
-    found: dict[str, list[str]] = {}
-    for each in context.violations:
-        found.setdefault(str(each).split(": ", 1)[1], []).append(each.node)
-    if not found:
-        return
-    lines = []
-    for text, nodes in found.items():
-        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
-        lines.append(f"  {nodes[0]}{more}: {text}")
-    raise CompileError(
-        f"lowering: the model does not fit the operators of {context.soc}:\n" + "\n".join(lines),
-        "each line says what would",
-    )

@@ -1,14 +1,15 @@
 """The device check, all of it but the device: artifacts run on a fake one that computes by reference."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from hybridge import cli
 from hybridge.artifacts.artifact import open_artifact
-from hybridge.artifacts.errors import ArtifactError, VerifyError
-from hybridge.compiler.targets.ascend.device import npu
+from hybridge.artifacts.errors import ArtifactError, DeviceError, VerifyError
+from hybridge.compiler.targets.ascend.device import environment, npu
 from hybridge.compiler.targets.ascend.device.check import run_check
 from hybridge.compiler.targets.ascend.device.loading import load, open_for_device
 
@@ -101,8 +102,6 @@ def test_a_wrong_result_is_told(loaded, kind):
 
 
 def test_graphs_of_another_artifact_are_refused(artifact, loaded, tmp_path):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(artifact, copy)
     plan = copy / "graphs/prefill_npu.json"
@@ -120,8 +119,6 @@ def test_the_verb_on_a_machine_that_has_a_device(artifact, monkeypatch, capsys):
     device = FakeNpu("Ascend950PR_fake")
     if open_artifact(artifact).manifest.target == "ascend-a3":
         device = FakeNpu("Ascend910_93xx_fake")
-    from hybridge.compiler.targets.ascend.device import environment
-
     found = tuple(
         environment.Need(name, wanted, found, ok=True)
         for name, wanted, found in [
@@ -143,8 +140,6 @@ def test_the_verb_on_a_machine_that_has_a_device(artifact, monkeypatch, capsys):
 
 
 def test_the_verb_on_a_device_of_another_generation(artifact, monkeypatch, capsys):
-    from hybridge.compiler.targets.ascend.device import environment
-
     monkeypatch.setattr(environment, "look_around", lambda _: ())
     monkeypatch.setattr(npu, "NpuDevice", lambda: FakeNpu("Ascend310P3"))
     assert cli.main(["device-check", str(artifact), "--quiet"]) == 8
@@ -166,9 +161,21 @@ def test_the_verb_here_says_what_is_missing(artifact, capsys):
     assert {each["name"] for each in document["needs"] if not each["ok"]} >= {"CANN", "NPU"}
 
 
-def test_a_machine_without_cann_is_no_npu_device():
-    from hybridge.artifacts.errors import DeviceError
+def test_verify_checks_the_files_and_says_where_numbers_are_checked(artifact, capsys, tmp_path):
+    assert cli.main(["verify", str(artifact), "--quiet"]) == 0
+    assert "device-check" in capsys.readouterr().out
+    assert cli.main(["verify", str(artifact), "--quiet", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+    copy = tmp_path / "copy"
+    shutil.copytree(artifact, copy)
+    (shard,) = (copy / "weights").glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-100] ^= 1
+    shard.write_bytes(data)
+    assert cli.main(["verify", str(copy), "--quiet"]) == 5
 
+
+def test_a_machine_without_cann_is_no_npu_device():
     if hasattr(torch, "npu"):
         pytest.skip("the stand-in's device module is registered in this process")
     with pytest.raises(DeviceError, match="torch_npu"):
