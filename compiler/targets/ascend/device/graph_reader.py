@@ -13,7 +13,7 @@ from hybridge.artifacts.dtypes import element_type
 from hybridge.artifacts.errors import ArtifactError
 from hybridge.artifacts.record import Record, parse_json
 from hybridge.compiler.targets.ascend.loadable import loadable
-from hybridge.ir.schedule_ops import STREAM, SUPER_KERNEL
+from hybridge.ir.schedule_ops import CORES, STREAM, SUPER_KERNEL
 
 _AGAIN = "compile the artifact again"
 _CONSTANTS = {
@@ -34,7 +34,7 @@ def read_graph(data: bytes, where: str) -> fx.GraphModule:
 
     Returns:
         A graph on the CPU with fake values in `meta["val"]`, as lowering leaves it; its nodes keep
-        their streams and super-kernel scopes.
+        their streams, super-kernel scopes and core limits.
 
     Raises:
         ArtifactError: ill-formed, or a node calls what is not allowed.
@@ -101,6 +101,8 @@ class _Reader:
         for key, meta in (("stream", STREAM), ("super_kernel", SUPER_KERNEL)):
             if key in record.names():
                 node.meta[meta] = record.text(key)
+        if "cores" in record.names():
+            node.meta[CORES] = record.integers("cores")
         return node
 
     def _value(self, value: Any, record: Record) -> Any:

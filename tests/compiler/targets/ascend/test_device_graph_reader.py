@@ -11,7 +11,7 @@ from hybridge.compiler.targets.ascend import stand_in
 from hybridge.compiler.targets.ascend.device.graph_reader import read_graph
 from hybridge.compiler.targets.ascend.graph_source import graph_json
 from hybridge.compiler.targets.ascend.loadable import loadable
-from hybridge.ir.schedule_ops import STREAM
+from hybridge.ir.schedule_ops import CORES, STREAM, SUPER_KERNEL
 
 from . import op_cases as cases
 
@@ -45,13 +45,16 @@ def test_a_graph_comes_back_as_it_was(name, soc):
         assert converted[0] == converted[1]
 
 
-def test_streams_come_back():
+def test_streams_scopes_and_core_limits_come_back():
     module = cases.moe_case("situ").lower("ascend-950", torch.bfloat16).graph_module
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    calls[3].meta[STREAM] = "side"
-    again = {node.name: node for node in reread(module).graph.nodes}
-    assert again[calls[3].name].meta[STREAM] == "side"
-    assert STREAM not in again[calls[2].name].meta
+    marks = {STREAM: "side", SUPER_KERNEL: "scope_0", CORES: (8, 16)}
+    calls[3].meta.update(marks)
+    again = reread(module)
+    found = {node.name: node.meta for node in again.graph.nodes}
+    assert {key: found[calls[3].name][key] for key in marks} == marks
+    assert not marks.keys() & found[calls[2].name].keys()
+    assert graph_json(again) == graph_json(module)
 
 
 def document(**changes):
