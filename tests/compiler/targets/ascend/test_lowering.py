@@ -133,6 +133,22 @@ def test_mega_kda_tells_which_of_its_rules_a_layer_breaks():
         assert broken in refusal.reason
 
 
+@pytest.mark.parametrize("swapped", [(0, 1), (2, 3), (1, 4)])
+def test_a_latent_row_written_in_another_order_is_caught(swapped):
+    case = cases.dense_case(True)
+    lowered = case.lower("ascend-950")
+    (write,) = [n for n in lowered.graph_module.graph.nodes if "scatter_pa" in str(n.target)]
+    args = list(write.args)
+    args[swapped[0]], args[swapped[1]] = args[swapped[1]], args[swapped[0]]
+    write.args = tuple(args)
+    lowered.graph_module.recompile()
+    try:
+        actual = case.run(lowered)[0][:2]
+    except (RuntimeError, IndexError):
+        return
+    assert not torch.allclose(actual, case.eager()[0][:2], atol=1e-3)
+
+
 def test_every_broken_constraint_is_told_at_once():
     def function(query, weights, latent_query, latent_cache_0, indexer_cache_0, **batch):
         where = batch["query_start"], batch["context_len"], batch["block_table"]
