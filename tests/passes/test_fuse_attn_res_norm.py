@@ -13,63 +13,17 @@ from hybridge.ir.pass_base import PassResult
 from hybridge.passes.fuse_attn_res import FuseAttnRes
 from hybridge.passes.fuse_attn_res_norm import FuseAttnResNorm
 from hybridge.passes.fuse_rms_norm import FuseRmsNorm
-from plain_maths import apply, calls, evaluate, export, mix_inputs
+from plain_maths import PlainResiduals, apply, calls, evaluate, export, mix_inputs
 
 PREPARE, UPDATE = "attn_res_prepare", "attn_res_update"
 BARE, WHOLE = "attn_res_update_norm", "attn_res_add_update_norm"
-
-
-class Residuals(nn.Module):
-    """A block's restart, then two sublayers that add to its prefix."""
-
-    def __init__(self, form: str = "plain", width: int = 8) -> None:
-        super().__init__()
-        self.form = form
-        self.queries = nn.ParameterList([torch.randn(width) for _ in range(3)])
-        self.weights = nn.ParameterList([torch.randn(width) for _ in range(3)])
-
-    def forward(self, embedding: Tensor, block: Tensor, first: Tensor, second: Tensor) -> Any:
-        prefix = first.tanh()
-        frozen = [embedding, block]
-        one = self._norm(self._mix([*frozen, prefix], 0), 0)
-        delta = one.sin()
-        if self.form == "scaled":
-            prefix = torch.add(prefix, delta, alpha=2)
-        elif self.form == "broadcast":
-            prefix = prefix + delta[:1]
-        else:
-            prefix = delta + prefix if self.form == "delta first" else prefix + delta
-        doubled = prefix * 2
-        h = self._mix([*frozen, prefix], 1)
-        if self.form == "indexed":
-            h = h[torch.arange(h.shape[0])]
-        two = self._norm(h, 1)
-        if self.form == "h read":
-            two = two + h
-        total = prefix + (second + two)
-        if self.form == "written":
-            total = second + two
-            second.mul_(3.0)
-        three = self._norm(self._mix([*frozen, total], 2), 2)
-        return one, two, three, total, doubled
-
-    def _mix(self, sources: list[Tensor], site: int) -> Tensor:
-        values = torch.stack(sources)
-        normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-5)
-        weights = torch.softmax((normed * self.queries[site]).sum(-1), dim=0)
-        return (weights.unsqueeze(-1) * values).sum(0)
-
-    def _norm(self, h: Tensor, site: int) -> Tensor:
-        axis = 0 if self.form == "other axis" and site == 1 else -1
-        mean = h.square().mean(axis, keepdim=True)
-        return h * torch.rsqrt(mean + 1e-3) * self.weights[site]
 
 
 def fused(form: str) -> tuple[GraphModule, PassResult, list[Tensor], list[Tensor]]:
     """The graph after the pass, what the pass says, and the values before and after it."""
     torch.manual_seed(3)
     inputs = mix_inputs()
-    gm = export(Residuals(form), "prefill", inputs)
+    gm = export(PlainResiduals(form), "prefill", inputs)
     before = evaluate(gm, inputs)
     apply(FuseAttnRes(), gm, "prefill")
     apply(FuseRmsNorm(), gm, "prefill")

@@ -25,6 +25,7 @@ from plain_maths import (
     PlainAttention,
     PlainIndexer,
     PlainMix,
+    PlainResiduals,
     attention_inputs,
     evaluate,
     export,
@@ -47,6 +48,7 @@ PARTS: tuple[tuple[str, Callable[[], Any], Callable[[], dict[str, Tensor]]], ...
     ("decode", lambda: PlainAttention("decode"), lambda: attention_inputs("decode")),
     ("prefill", PlainMix, mix_inputs),
     ("prefill", lambda: PlainMix(form="cat"), mix_inputs),
+    ("prefill", PlainResiduals, mix_inputs),
 )
 
 
