@@ -9,6 +9,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check
 
 # Small matrices do not gain from more threads, and two test workers share the cores.
 TEST_WORKERS ?= 2
+SOAK_GRAPHS ?= 2000
 export OMP_NUM_THREADS ?= 1
 # torch-npu, which the tests of the Ascend target read, keeps `import torch` from working without CANN
 # unless it is told to stay out. hybridge says so itself; what imports torch first does not.
@@ -50,6 +51,9 @@ benchkernels: $(VENV)/installed-dev ## time every kernel alone against eager PyT
 	env -u OMP_NUM_THREADS $(BIN)/python benchmarks/kernels.py
 
 soak: $(VENV)/installed-dev ## the property tests with many more examples than in `make test`
+	mkdir -p build
+	PYTHONPATH=tests $(BIN)/python tests/passes/random_graphs.py --count $(SOAK_GRAPHS) \
+	  --workers $(TEST_WORKERS) --log build/soak.txt # goes on where it was stopped; delete to start again
 	HYPOTHESIS_PROFILE=soak $(BIN)/pytest -n $(TEST_WORKERS) -m hypothesis
 
 sanitize: $(VENV)/installed-dev ## the native kernels under AddressSanitizer, UBSan and ThreadSanitizer

@@ -40,7 +40,10 @@ class Sizes:
         symbols = list(expression.free_symbols)
         if len(symbols) != 1:
             return False
-        solution = sympy.solve(expression - value, symbols[0])
+        rest = expression - symbols[0]
+        # Most sizes are a symbol plus a number (B + 1), which needs no solver.
+        simple = rest.is_Integer
+        solution = [value - rest] if simple else sympy.solve(expression - value, symbols[0])
         if len(solution) != 1 or not solution[0].is_integer or solution[0] < 0:
             return False
         self._values[symbols[0]] = int(solution[0])

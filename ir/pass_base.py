@@ -129,6 +129,9 @@ class Pass(ABC):
     #: The step's name: of the dump file and in every message.
     name: ClassVar[str]
 
+    #: Passes that make what this one rewrites: without one of them it has nothing to match, and none is expected.
+    needs: ClassVar[tuple[str, ...]] = ()
+
     def expect(self, config: ModelShape, phase: str) -> int:
         """The least number of matches in a graph of this model's phase."""
         return 0
@@ -315,6 +318,15 @@ def hazard(site: Site, context: PassContext) -> Refusal | None:
             f"{random.name} draws random numbers",
             "trace the model in evaluation mode",
         )
+    stray = _write_to_outside(region, context)
+    if stray is not None:
+        write, owner = stray
+        return Refusal(
+            anchor,
+            "write to a value from outside",
+            f"{write.name} writes {owner.name}, which is made before the region and is no input of the graph",
+            f"let {write.name} write a copy",
+        )
     point = regions.insertion_point(region)
     late = [node for node in region.inputs if not node < point]
     if late:
@@ -325,6 +337,16 @@ def hazard(site: Site, context: PassContext) -> Refusal | None:
             f"use the output after {late[0].name}",
         )
     return _conflict(site, point, context)
+
+
+def _write_to_outside(region: Region, context: PassContext) -> tuple[Node, Node] | None:
+    """(write, storage) where a region writes a tensor that it does not make: fused ops write inputs only."""
+    inside = set(region.nodes)
+    for write in region.writes:
+        for owner in sorted(context.effects.written_inputs(write)):
+            if owner not in inside and owner.op == "call_function":
+                return write, owner
+    return None
 
 
 def _conflict(site: Site, point: Node, context: PassContext) -> Refusal | None:
@@ -343,7 +365,7 @@ def _conflict(site: Site, point: Node, context: PassContext) -> Refusal | None:
 def _apply(step: Pass, site: Site, context: PassContext) -> tuple[Match, int]:
     region = site.region
     rewriter = Rewriter(context, regions.insertion_point(region))
-    written = _written(region.writes, context)
+    written = _written(region.nodes, context)
     replacements = step.rewrite(site, rewriter)
     kept = set(replacements.values())
     saved = _bytes(node for node in region.nodes if node not in kept)

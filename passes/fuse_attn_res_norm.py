@@ -55,6 +55,7 @@ class FuseAttnResNorm(Pass):
     """See the module's docstring."""
 
     name: ClassVar[str] = "fuse_attn_res_norm"
+    needs: ClassVar[tuple[str, ...]] = ("fuse_attn_res", "fuse_rms_norm")
 
     def expect(self, config: ModelShape, phase: str) -> int:
         # Two sites a layer, less layer 0's attention: it has one source and no stage two.

@@ -189,7 +189,7 @@ def _assignments(found: Found, origins: Leaves) -> Iterator[dict[str, Operand | 
     ]
     others = [node for node in origins.weights if node not in filters]
     for qkv in _whole_or_parts(convolved, (tokens, projected), axis=1):
-        for conv_weight in _whole_or_parts(filters, (projected, taps), axis=0):
+        for conv_weight in _filters(qkv, filters, (projected, taps)):
             for first in assignments(activations, rest):
                 for second in assignments(weights, others):
                     yield {"qkv": qkv, **first, "conv_weight": conv_weight, **second}
@@ -197,6 +197,27 @@ def _assignments(found: Found, origins: Leaves) -> Iterator[dict[str, Operand | 
 
 def _has_elements(weight: Node, counts: Sequence[int]) -> bool:
     return math.prod(shape_of(weight) or ()) in counts
+
+
+def _filters(
+    qkv: Operand | Joined, filters: Sequence[Node], sizes: Sequence[Any]
+) -> Iterator[Operand | Joined]:
+    """The convolution's weight, the filters in the order of the projections that they meet."""
+    if len(filters) == len(_PARTS) and isinstance(qkv, Joined):
+        met = {}
+        for weight in filters:
+            for node in regions.forward([weight], limit=8):
+                found = needed_by([node], qkv.nodes)
+                if found:
+                    met[found[0]] = weight
+                    break
+        filters = [met[node] for node in qkv.nodes if node in met]
+        chosen = [next(operands(weight, (sizes[0] // 3, sizes[1])), None) for weight in filters]
+        parts = tuple(each for each in chosen if each is not None)
+        if len(parts) == len(_PARTS) and all(part.axes == parts[0].axes for part in parts):
+            yield Joined(parts, 0)
+        return
+    yield from _whole_or_parts(filters, sizes, axis=0)
 
 
 def _whole_or_parts(
@@ -249,6 +270,8 @@ _VARIANTS = (
     _Sizes("convolution, norms, gates and delta rule as in the definition"),
     # Values stay large, so that a wrong length shows in full.
     _Sizes("1e-6 is added inside the root of the L2 norms", keys=1e-3),
+    # The output norm hides how long q is, unless its own eps counts.
+    _Sizes("1e-6 is added inside the root of the L2 norms", keys=1e-3, values=3e-3),
     _Sizes("eps is added inside the root of the output norm", values=3e-3),
     _Sizes("gates far from zero", gates=12.0),
 )
@@ -265,11 +288,13 @@ def _trials(context: PassContext, roles: Roles) -> Iterator[tuple[Trial, Sizes]]
             tokens, slots = (shape_of(found.end) or ())[0], (shape_of(found.state) or ())[0]
             if not sizes.bind(tokens, batch.tokens) or not sizes.bind(slots, batch.slots):
                 continue
-            values = _draw(roles, sizes, drawn)
+            generator = torch.Generator().manual_seed(5)
+            values = _draw(roles, sizes, drawn, generator)
             history, memory = (sizes.shape(node) for node in (found.conv_state, found.state))
             states = {
-                found.conv_state: torch.randn(history) * _channels(history[1], drawn)[:, None],
-                found.state: torch.randn(memory) * 0.5 * drawn.values,
+                found.conv_state: torch.randn(history, generator=generator)
+                * _channels(history[1], drawn)[:, None],
+                found.state: torch.randn(memory, generator=generator) * 0.5 * drawn.values,
             }
             for name, operand in roles.operands.items():
                 given |= operand.to_nodes(values[name])
@@ -286,9 +311,9 @@ def _channels(count: int, drawn: _Sizes) -> Tensor:
     return torch.tensor([drawn.keys] * (2 * third) + [drawn.values] * third)
 
 
-def _draw(roles: Roles, sizes: Sizes, drawn: _Sizes) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    torch.manual_seed(5)
+def _draw(
+    roles: Roles, sizes: Sizes, drawn: _Sizes, generator: torch.Generator
+) -> dict[str, Tensor]:
     values = {}
     for name, operand in roles.operands.items():
         wanted = [sizes.of(size) for size in operand.sizes()]

@@ -45,6 +45,7 @@ class MergeProjections(Pass):
     """See the module's docstring."""
 
     name: ClassVar[str] = "merge_projections"
+    needs: ClassVar[tuple[str, ...]] = ("fuse_kda",)
 
     def expect(self, config: ModelShape, phase: str) -> int:
         return 0 if phase == DECODE else config.layer_kinds.count("kda")

@@ -67,7 +67,9 @@ class PlainKda(nn.Module):
         mixed = mixed * sigmoid(mixed)
         query, key, value = mixed.view(-1, 3, H, K).unbind(1)
         l2_eps = 1e-5 if self.mistake == "l2 eps" else 1e-6
-        query, key = unit(query, l2_eps) / K**0.5, unit(key, l2_eps)
+        # Only a tiny q with a tiny core tells: the output norm hides how long q is.
+        query_eps = -l2_eps if self.mistake == "negative q eps" else l2_eps
+        query, key = unit(query, query_eps) / K**0.5, unit(key, l2_eps)
         if self.mistake == "unit value":
             value = unit(value, l2_eps)
         z = (((x @ w["f_a"].T) @ w["f_b"].T) + w["dt_bias"]).view(-1, H, K)

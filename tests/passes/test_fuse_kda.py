@@ -95,6 +95,7 @@ def test_decode_joins_the_weights_of_one_input() -> None:
         ("decode", "late start", "first token"),
         ("decode", "l2 eps", "1e-6 is added inside the root of the L2 norms"),
         ("prefill", "l2 eps", "1e-6 is added inside the root of the L2 norms"),
+        ("decode", "negative q eps", "1e-6 is added inside the root of the L2 norms"),
         ("decode", "swapped histories", "convolution, norms, gates"),
         ("prefill", "unit value", "convolution, norms, gates"),
         ("decode", "state by index", "rows without a state write none"),

@@ -98,3 +98,18 @@ def test_short_long_and_tied_rows_have_the_op_values(phase: str) -> None:
     before = evaluate(gm, inputs)
     apply(FuseLightningIndexer(), gm, phase)
     assert torch.equal(evaluate(gm, inputs)[0], before[0])
+
+
+def test_a_write_to_a_value_of_the_region_goes_with_it() -> None:
+    """The padding is filled in place: nobody outside sees that, and the op needs no padding."""
+    inputs = indexer_inputs("decode")
+    gm = export(PlainIndexer("decode"), "decode", inputs)
+    fill = next(node for node in gm.graph.nodes if "new_full" in str(node.target))
+    with gm.graph.inserting_after(fill):
+        write = gm.graph.call_function(torch.ops.aten.mul_.Tensor, (fill, 2.0))
+    write.meta["val"] = fill.meta["val"]
+    gm.recompile()
+    before = evaluate(gm, inputs)
+    assert not apply(FuseLightningIndexer(), gm, "decode").refusals
+    assert calls(gm) == ["lightning_indexer"]
+    assert torch.equal(evaluate(gm, inputs)[0], before[0])
