@@ -32,7 +32,7 @@ PRESET = "kimi-k3.1-bench"
 BATCHES = (1, 8)
 CONTEXTS = (1024, 16384, 65536)
 PREFILL_TOKENS = 4096
-DECODE_TURNS, PREFILL_TURNS = 15, 3
+DECODE_TURNS, PREFILL_TURNS = 7, 2
 
 
 class Bench:
@@ -86,7 +86,7 @@ class Bench:
             steps = {side.name: side.prefill(PREFILL_TOKENS) for side in sides}
             steps |= {"ours": self.ours.prefill(PREFILL_TOKENS)}
             steps |= {"multiply": self.probes.multiply(torch.bfloat16)}
-            found.add(_turns(steps, PREFILL_TURNS))
+            found.add(_turns(steps, PREFILL_TURNS, warm=0))
             print(f"  prefill: {found.last}", flush=True)
             steps.clear()
             sides.clear()
@@ -159,8 +159,8 @@ class _Measured:
         return row(name, ours, baselines, floor_ms)
 
 
-def _turns(steps: dict[str, Step], turns: int) -> dict[str, float]:
-    return take_turns(steps, turns, warm=1)
+def _turns(steps: dict[str, Step], turns: int, warm: int = 1) -> dict[str, float]:
+    return take_turns(steps, turns, warm)
 
 
 def _widen(source: Path, target: Path) -> None:
