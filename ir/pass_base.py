@@ -336,7 +336,7 @@ def hazard(site: Site, context: PassContext) -> Refusal | None:
             f"{point.name} uses an output before {late[0].name} is computed",
             f"use the output after {late[0].name}",
         )
-    return _conflict(site, point, context)
+    return separated(anchor, region, point, context)
 
 
 def _write_to_outside(region: Region, context: PassContext) -> tuple[Node, Node] | None:
@@ -349,12 +349,13 @@ def _write_to_outside(region: Region, context: PassContext) -> tuple[Node, Node]
     return None
 
 
-def _conflict(site: Site, point: Node, context: PassContext) -> Refusal | None:
-    found = regions.conflict(site.region, point, context.effects)
+def separated(anchor: str, region: Region, point: Node, context: PassContext) -> Refusal | None:
+    """Why what a region reads and writes cannot be read and written at `point` instead, or None."""
+    found = regions.conflict(region, point, context.effects)
     if found is None:
         return None
     return Refusal(
-        site.anchor.name,
+        anchor,
         f"{found.kind} between",
         f"{found.other.name} {'writes' if found.kind == 'write' else 'reads'} {found.storage.name} "
         f"between {found.access.name} and {point.prev.name}",

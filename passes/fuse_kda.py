@@ -36,7 +36,15 @@ from hybridge.ir.batch import FIRST_BATCH, Batch, batch_shape, batches, bind_siz
 from hybridge.ir.effects import op_name
 from hybridge.ir.evaluate import Sizes
 from hybridge.ir.layout import Joined, Operand, operands
-from hybridge.ir.pass_base import ModelShape, Pass, PassContext, Refusal, Rewriter, Site
+from hybridge.ir.pass_base import (
+    ModelShape,
+    Pass,
+    PassContext,
+    Refusal,
+    Rewriter,
+    Site,
+    separated,
+)
 from hybridge.ir.pattern import (
     Leaves,
     assignments,
@@ -97,7 +105,12 @@ class FuseKda(Pass):
         if not roles.found.decode:
             return None
         layer = _projections(roles)
-        return layer if isinstance(layer, Refusal) else None
+        if isinstance(layer, Refusal):
+            return layer
+        # The projections lie before the region, but the op reads their input where it runs.
+        before = _projecting(roles, layer)
+        point = regions.insertion_point(site.region)
+        return separated(site.anchor.name, before, point, context)
 
     def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
         roles: Roles = site.detail[0]
@@ -410,6 +423,15 @@ def _projections(roles: Roles) -> Layer | Refusal:
         )
     second = None if first is output else output.weight
     return Layer(x, tuple(each.weight for each in every), gate.weight, second)
+
+
+def _projecting(roles: Roles, layer: Layer) -> regions.Region:
+    """What computes the layer's projections from its input."""
+    names = ("qkv", "gate", "beta", "output_gate")
+    values = [node for name in names for node in roles.operands[name].nodes]
+    weights = [weight for weight in (*layer.joined, layer.f_b, layer.g_b) if weight is not None]
+    nodes = regions.cone(values, {layer.x, *weights})
+    return regions.make_region(nodes, values)
 
 
 def joined_weight(weights: Sequence[Node], rewriter: Rewriter) -> Node:

@@ -115,6 +115,21 @@ def test_refuses_a_near_miss(phase: str, mistake: str, rule: str) -> None:
     assert f"kda_{phase}" not in calls(gm)
 
 
+def test_refuses_an_input_that_is_written_after_its_projections() -> None:
+    """They lie before the region, and the op reads their input after it."""
+    gm = export(PlainKda("decode"), "decode", inputs_of("decode"))
+    (x,) = (node for node in gm.graph.nodes if node.name == "x")
+    last_write = gm.graph.find_nodes(
+        op="call_function", target=torch.ops.hybridge.state_write.default
+    )[-1]
+    with gm.graph.inserting_before(last_write):
+        write = gm.graph.call_function(torch.ops.aten.mul_.Tensor, (x, 0.5))
+    write.meta["val"] = x.meta["val"]
+    (refusal,) = apply(FuseKda(), gm, "decode").refusals
+    assert refusal.rule == "write between"
+    assert "writes x between" in refusal.reason
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_clamped_length_is_another_norm_than_eps_in_the_root(phase: str) -> None:
     """functional.normalize divides by max(length, eps): only tiny vectors tell."""
