@@ -95,7 +95,7 @@ def cost_of(node: Node) -> Cost:
     formula = _FORMULAS.get(name)
     if formula is not None:
         return formula(node, touched)
-    elements = sum(prod(t.shape) for t in _tensors(node.meta.get("val")))
+    elements = sum(prod(map(_traced_size, t.shape)) for t in _tensors(node.meta.get("val")))
     return Cost(vector=float(elements), bytes=touched)
 
 
@@ -129,7 +129,7 @@ def _of_other_sites(node: Node, read: dict[Node, int]) -> int:
     if "site" not in node.kwargs:
         return 0
     return sum(
-        read[value] - read[value] // int(value.meta["val"].shape[0])
+        read[value] - read[value] // _traced_size(value.meta["val"].shape[0])
         for argument, value in arguments_of(node)
         if argument.name in ("numerator", "logit_max", "exp_sum")
     )
@@ -138,10 +138,13 @@ def _of_other_sites(node: Node, read: dict[Node, int]) -> int:
 def traced_bytes(value: Any) -> int:
     """The size of tensors whose dimensions may be symbols, each taken as it was when traced."""
     return sum(
-        prod(size if isinstance(size, int) else int(size.node.hint or 1) for size in tensor.shape)
-        * tensor.element_size()
-        for tensor in _tensors(value)
+        prod(map(_traced_size, tensor.shape)) * tensor.element_size() for tensor in _tensors(value)
     )
+
+
+def _traced_size(size: Any) -> int:
+    """A symbol as it was when traced: `int` would fix it for the graph."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
 def engine_of(node: Node) -> Engine:
@@ -157,12 +160,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _bytes(value: Any) -> float:
-    return float(sum(prod(t.shape) * t.element_size() for t in _tensors(value)))
+    return float(traced_bytes(value))
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     node = value[0] if isinstance(value, list | tuple) else value
-    return tuple(int(size) for size in node.meta["val"].shape)
+    return tuple(map(_traced_size, node.meta["val"].shape))
 
 
 def _matmul(node: Node, touched: float) -> Cost:
@@ -251,7 +254,7 @@ def _mla_prolog(node: Node, touched: float) -> Cost:
     weights = [node.args[place].meta["val"] for place in range(1, 5)]  # type: ignore[union-attr]
     caches = fsum(_bytes(node.args[place].meta["val"]) for place in (9, 10))  # type: ignore[union-attr]
     return Cost(
-        cube=2.0 * tokens * sum(prod(weight.shape) for weight in weights),
+        cube=2.0 * tokens * sum(prod(map(_traced_size, weight.shape)) for weight in weights),
         vector=8.0 * tokens * sum(_shape(node.args[place])[0] for place in (5, 6)),
         bytes=touched - caches,
     )

@@ -98,7 +98,7 @@ def complete(
         manifest.defaults,
         max_context=options.columns * options.block_size,
         slots=options.slots,
-        prefill_chunk=max(options.prefill_tokens),
+        prefill_chunk=max(bucket.tokens for bucket in options.buckets("prefill").values()),
     )
     data = dict(emitted.target_data)
     if golden is not None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridge.artifacts.errors import CompileError
@@ -30,6 +31,7 @@ from hybridge.compiler.targets.ascend import stand_in
 from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.operators import define_operators
 from hybridge.compiler.targets.ascend.own_converters import definitions, register_own_converters
+from hybridge.compiler.targets.ascend.symbolic_sizes import OPEN_SIZES, SymbolicSizes
 from hybridge.ir.effects import op_name
 from hybridge.ir.schedule import MAIN_STREAM
 from hybridge.ir.schedule_ops import CORES, RECORD, SUPER_KERNEL, WAIT, stream_of
@@ -105,7 +107,7 @@ def convert(
     """Convert one graph of aten, npu and own operators.
 
     Args:
-        graph_module: static shapes; metadata on every placeholder.
+        graph_module: metadata on every placeholder; static shapes, or open sizes in its own metadata.
         caches: device input -> the cache it holds, for those inputs that are caches.
         soc: the target. cann_version: see `stand_in.install`.
         name: of the GE graph.
@@ -123,6 +125,8 @@ def convert(
             "these sites were not fused, or need a lowering of their own",
         )
     concrete = concrete_graph(graph_module, name, core.as_torch_npu())
+    if OPEN_SIZES in graph_module.meta:
+        graph_module.meta[OPEN_SIZES].require_open("conversion")
     graph = concrete.graph._proto  # the GraphDef inside torchair's wrapper
     return GeGraph(
         proto=graph.SerializeToString(deterministic=True),
@@ -285,7 +289,8 @@ def concrete_graph(
     from torchair.configs.compiler_config import CompilerConfig
     from torchair.npu_fx_compiler import _NpuGraphConverter, _optimize_fx
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    sizes: SymbolicSizes | None = graph_module.meta.get(OPEN_SIZES)
+    mode = sizes.mode if sizes else FakeTensorMode(allow_non_fake_inputs=True)
     graph_module = _on_device(graph_module)
     inputs = _fake_inputs(graph_module, mode)
     config = CompilerConfig()
@@ -298,7 +303,8 @@ def concrete_graph(
         target = GeConcreteGraph(config, name=name)
         target.save_fx_graph(graph_module)
         converter = _NpuGraphConverter(graph_module, graph=target, garbage_collect_values=False)
-        with converting or contextlib.nullcontext(), mode:
+        symbolically = enable_python_dispatcher() if sizes else contextlib.nullcontext()
+        with converting or contextlib.nullcontext(), symbolically, mode:
             concrete = converter.run(*inputs)
         concrete.optimize_graph_without_runtime(*inputs, observer=observer, aot_gm=graph_module)
     _settle_control_edges(concrete.graph._proto)

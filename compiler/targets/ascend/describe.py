@@ -16,6 +16,7 @@ from hybridge.compiler.targets.ascend.options import AscendOptions
 from hybridge.compiler.targets.ascend.own_operators import OWN_OPERATORS
 from hybridge.compiler.targets.ascend.prepared_weights import describe_steps
 from hybridge.compiler.targets.ascend.stored_weights import StoredWeight
+from hybridge.compiler.targets.ascend.symbolic_sizes import OPEN_SIZES
 from hybridge.compiler.trace import TracedPhase
 from hybridge.passes.assign_nz_layout import FRACTAL_NZ
 from hybridge.passes.assign_streams import explain, kinds
@@ -59,9 +60,15 @@ def phase_spec(graphs: Sequence[EmittedGraph]) -> PhaseSpec:
     output = lowered.graph_module.graph.output_node().args[0]
     logits = output[0] if isinstance(output, list | tuple) else output
     value = logits.meta["val"]  # type: ignore[union-attr]
-    result = TensorSpec("logits", dtype_name(value.dtype), tuple(value.shape))
-    buckets = tuple(asdict(each.lowered.bucket) for each in graphs)
+    sizes = lowered.graph_module.meta.get(OPEN_SIZES)
+    shape = tuple(sizes.texts(value.shape) if sizes else value.shape)
+    result = TensorSpec("logits", dtype_name(value.dtype), shape)
+    buckets = tuple(_sizes(each.lowered) for each in graphs if not each.lowered.bucket.dynamic)
     return PhaseSpec(f"graphs/{graph}", (*batch, *caches), (result,), buckets)
+
+
+def _sizes(lowered: Lowered) -> dict[str, int]:
+    return {name: size for name, size in asdict(lowered.bucket).items() if name != "dynamic"}
 
 
 def state_specs(traced: TracedPhase, emitted: EmittedGraph) -> tuple[StateSpec, ...]:
@@ -170,7 +177,8 @@ def _graph_data(emitted: EmittedGraph) -> dict[str, Any]:
             operators[name] = operators.get(name, 0) + 1
     return {
         "phase": lowered.phase,
-        "bucket": asdict(lowered.bucket),
+        "bucket": _sizes(lowered),
+        "dynamic": lowered.bucket.dynamic,
         "npu_nodes": len(lowered.graph_module.graph.nodes),
         "ge_nodes": sum(graph.nodes.values()) if graph else 0,
         "ge_operators": graph.nodes if graph else {},

@@ -1,6 +1,6 @@
 """From fused phases to everything that an Ascend deployment needs, as files and data.
 
-A phase becomes one graph of static sizes: lowered to npu operators, laid out, put on streams and
+A phase becomes one graph a bucket, of static or open sizes: lowered to npu operators, laid out, put on streams and
 into super kernels, proved, converted to GE. Nothing is written here; the caller puts the files into
 its artifact.
 """
@@ -174,10 +174,10 @@ def _emit_graph(
     laid, layouts = step("assign_nz_layout", lambda: AssignNzLayout().run(uses, policy))
     _needs_are_met(layouts, uses)
     results, choices, scopes = [*lowered.results, laid], (), ()
-    if options.streams:
+    if options.streams and not bucket.dynamic:  # its estimates compare sizes
         placed, choices = step("assign_streams", lambda: AssignStreams().run(gm, soc.machine))
         results.append(placed)
-    if options.super_kernels and phase == "decode":
+    if options.super_kernels and phase == "decode" and not bucket.dynamic:  # static kernels only
         merged, scopes = step(
             "merge_super_kernels",
             lambda: MergeSuperKernels().run(gm, soc.machine, SuperKernelPolicy()),

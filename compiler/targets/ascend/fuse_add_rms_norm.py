@@ -57,7 +57,7 @@ def _reason(norm: Node, total: Node) -> str | None:
     if len(total.args) != 2 or total.kwargs or not all(isinstance(a, Node) for a in total.args):
         return f"{total.name} scales or adds a number"
     values = [total.meta["val"], *(a.meta["val"] for a in total.args)]  # type: ignore[union-attr]
-    if len({(tuple(v.shape), v.dtype) for v in values}) > 1:
+    if len({(str(v.shape), v.dtype) for v in values}) > 1:
         return f"{total.name} broadcasts or promotes"
     gamma = norm.args[1]
     if not isinstance(gamma, Node) or not gamma < total:

@@ -16,10 +16,13 @@ import torch
 from torch import fx
 
 from hybridge.artifacts.errors import CompileError
-from hybridge.compiler.targets.ascend.loadable import loadable
+from hybridge.compiler.targets.ascend.loadable import ARITHMETIC, loadable
+from hybridge.compiler.targets.ascend.symbolic_sizes import OPEN_SIZES, SymbolicSizes
 from hybridge.ir.effects import op_name
 from hybridge.ir.schedule import MAIN_STREAM, Schedule
 from hybridge.ir.schedule_ops import CORES, RECORD, SUPER_KERNEL, WAIT, stream_of
+
+_SIGNS = {"add": " + ", "sub": " - ", "mul": " * "}
 
 _HEAD = '''"""{title}
 
@@ -108,6 +111,8 @@ def _scope(current: str, wanted: str) -> Iterator[str]:
 def _call(node: fx.Node) -> str:
     if op_name(node) == "getitem":
         return f"{_text(node.args[0])}[{node.args[1]}]"
+    if op_name(node) in ARITHMETIC:
+        return f"{_SIGNS[op_name(node)].join(map(_text, node.args))}"
     arguments = [_text(argument) for argument in node.args]
     arguments += [f"{name}={_text(value)}" for name, value in node.kwargs.items()]
     return f"torch.ops.{node.target}({', '.join(arguments)})"
@@ -131,11 +136,12 @@ def graph_json(graph_module: fx.GraphModule) -> str:
     Raises:
         CompileError: an operator that would not be loaded again.
     """
-    lines = [json.dumps(_record(node)) for node in graph_module.graph.nodes]
+    sizes = graph_module.meta.get(OPEN_SIZES)
+    lines = [json.dumps(_record(node, sizes)) for node in graph_module.graph.nodes]
     return '{"nodes": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-def _record(node: fx.Node) -> dict[str, Any]:
+def _record(node: fx.Node, sizes: SymbolicSizes | None) -> dict[str, Any]:
     found: dict[str, Any] = {"name": node.name, "kind": node.op}
     if node.op == "call_function":
         overload = getattr(node.target, "_overloadname", "")
@@ -159,7 +165,7 @@ def _record(node: fx.Node) -> dict[str, Any]:
         found["super_kernel"] = node.meta[SUPER_KERNEL]
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
-        found["shape"] = [int(size) for size in value.shape]
+        found["shape"] = sizes.texts(value.shape) if sizes else list(map(int, value.shape))
         found["dtype"] = str(value.dtype).removeprefix("torch.")
     return found
 

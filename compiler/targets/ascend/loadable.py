@@ -31,12 +31,16 @@ _MORE_ATEN = frozenset(
 )
 _EVENTS = {"hybridge_schedule::record_event": RECORD, "hybridge_schedule::wait_event": WAIT}
 GETITEM = "getitem"
+# Of sizes that are open, as torch traces them.
+ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 
 def loadable(name: str, overload: str) -> Callable[..., Any] | None:
     """The operator of a qualified name (`aten::add`) and overload, or None if it is not allowed."""
     if name == GETITEM:
         return operator.getitem
+    if name in ARITHMETIC:
+        return ARITHMETIC[name]
     if name in _EVENTS:
         return _EVENTS[name]
     namespace, _, short = name.partition("::")

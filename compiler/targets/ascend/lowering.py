@@ -11,6 +11,7 @@ Every operator's constraints are checked on the way; all that are broken are rep
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -40,6 +42,7 @@ from hybridge.compiler.targets.ascend.operators import define_operators
 from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 from hybridge.compiler.targets.ascend.prepared_weights import PreparedWeight, prepare_weights
 from hybridge.compiler.targets.ascend.prolog_sites import PrologSite
+from hybridge.compiler.targets.ascend.symbolic_sizes import OPEN_SIZES, Size, SymbolicSizes
 from hybridge.ir.effects import is_assertion
 from hybridge.ir.pass_base import PassResult
 from hybridge.ir.signature import METADATA, weight_name
@@ -72,10 +75,10 @@ _MATMULS = ("linear", "mm", "bmm", "matmul", "addmm", "einsum")
 
 @dataclass(frozen=True)
 class BatchInput:
-    """One input that describes the batch: int32, static shape."""
+    """One input that describes the batch: int32; an open size has a name (`symbolic_sizes.py`)."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ def lower(
     define_operators()
     prologs = choose_prologs(graph_module, soc, bucket)
     parallel = parallel or ExpertParallel()
-    plan = _plan_inputs(graph_module, soc, bucket, caches, latent_width, dtype, prologs)
+    decode = phase == "decode"
+    plan = _plan_inputs(graph_module, soc, bucket, caches, latent_width, dtype, prologs, decode)
     plan = _shared_experts(graph_module, plan, parallel)
     context = Context(soc, dtype, bucket, parallel)
     traced = _trace(graph_module, plan, context, prologs)
@@ -171,16 +175,22 @@ class _Plan:
     weights: tuple[PreparedWeight, ...]
 
 
-def batch_inputs(bucket: Bucket) -> tuple[BatchInput, ...]:
+def batch_inputs(bucket: Bucket, decode: bool) -> tuple[BatchInput, ...]:
     """The batch's inputs with the shapes of a bucket, in the graph signature's order."""
-    shapes = {
-        "token_ids": (bucket.tokens,),
-        "query_start": (bucket.sequences + 1,),
-        "context_len": (bucket.sequences,),
-        "slot_mapping": (bucket.tokens,),
-        "block_table": (bucket.sequences, bucket.columns),
-        "state_slot": (bucket.sequences,),
-        "logits_index": (bucket.logits,),
+    sizes: tuple[Size, ...] = (bucket.tokens, bucket.sequences, bucket.columns, bucket.logits)
+    starts: Size = bucket.sequences + 1
+    if bucket.dynamic:
+        sizes = ("sequences" if decode else "tokens", "sequences", "columns", "logits")
+        starts = "sequences + 1"
+    tokens, sequences, columns, logits = sizes
+    shapes: dict[str, tuple[Size, ...]] = {
+        "token_ids": (tokens,),
+        "query_start": (starts,),
+        "context_len": (sequences,),
+        "slot_mapping": (tokens,),
+        "block_table": (sequences, columns),
+        "state_slot": (sequences,),
+        "logits_index": (logits,),
     }
     return tuple(BatchInput(name, shapes[name]) for name in METADATA)
 
@@ -216,6 +226,7 @@ def _plan_inputs(
     latent_width: int,
     dtype: torch.dtype,
     prologs: Prologs,
+    decode: bool,
 ) -> _Plan:
     decoded = {} if soc == ASCEND_950 else _decoded_experts(gm)
     names = _weight_names(gm)
@@ -238,7 +249,7 @@ def _plan_inputs(
         source = str(weight_name(site.key_up))
         weights.append(PreparedWeight(_key_up_name(names, site), source, shape, dtype))
     return _Plan(
-        batch_inputs(bucket),
+        batch_inputs(bucket, decode),
         device_caches(caches, bucket, latent_width, dtype),
         tuple(weights),
     )
@@ -281,8 +292,13 @@ def _decoded_experts(gm: fx.GraphModule) -> dict[fx.Node, str]:
 
 def _trace(gm: fx.GraphModule, plan: _Plan, context: Context, prologs: Prologs) -> fx.GraphModule:
     """Run the fused graph on fake tensors and keep what it calls."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        inputs = {each.name: torch.empty(each.shape, dtype=torch.int32) for each in plan.batch}
+    sizes = SymbolicSizes() if context.bucket.dynamic else None
+    mode = sizes.mode if sizes else FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        inputs = {}
+        for each in plan.batch:
+            shape = sizes.shape(each.shape) if sizes else each.shape
+            inputs[each.name] = torch.empty(shape, dtype=torch.int32)  # type: ignore[arg-type]
         for cache in plan.caches:
             inputs[cache.name] = torch.empty(cache.shape, dtype=getattr(torch, cache.dtype))
         for weight in plan.weights:
@@ -296,7 +312,11 @@ def _trace(gm: fx.GraphModule, plan: _Plan, context: Context, prologs: Prologs) 
             keys = {site: given[_key_up_name(named, site)] for site in prologs.sites}
             return _Runner(gm, context, keys).run_with(given)
 
-        traced = make_fx(run, tracing_mode="real")(*inputs.values())
+        with enable_python_dispatcher() if sizes else contextlib.nullcontext():
+            traced = make_fx(run, tracing_mode="real")(*inputs.values())
+    if sizes:
+        sizes.require_open("lowering")
+        traced.meta[OPEN_SIZES] = sizes
     for node, name in zip(_placeholders(traced), names, strict=True):
         node.name = node.target = name
     traced.graph.eliminate_dead_code()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridge.artifacts.errors import UsageError
@@ -22,7 +22,9 @@ BUCKETS = {
     "columns": "columns",
     "slots": "slots",
 }
-_SEVERAL = ("decode", "prefill")
+_SEVERAL: tuple[Phase, ...] = ("decode", "prefill")
+_DYNAMIC = "dynamic"
+_ASSUMED = {"decode": 16, "prefill": 1024}  # of a graph of open sizes, where no other is made
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class AscendOptions:
         streams: whether to use side streams. super_kernels: whether to mark scopes.
         decode_sequences: B (and T) of each decode graph.
         prefill_tokens: T of each prefill graph. prefill_sequences: their B.
+        dynamic: phases that get a graph of open sizes too, or only that where they have no sizes.
         block_size: rows a cache block. blocks: N. columns: M. slots: recurrent states.
         expert_parallel: devices that share the experts. expert_rank: this one's place among them.
         convert: whether to make the GE graphs; without, the rest is made and the wheel not needed.
@@ -49,6 +52,7 @@ class AscendOptions:
     decode_sequences: tuple[int, ...] = (16,)
     prefill_tokens: tuple[int, ...] = (1024,)
     prefill_sequences: int = 4
+    dynamic: tuple[Phase, ...] = ()
     block_size: int = 128
     blocks: int = 1024
     columns: int = 64
@@ -60,15 +64,23 @@ class AscendOptions:
     def __post_init__(self) -> None:
         if self.nz not in NZ_MODES:
             raise UsageError(f"unknown --nz {self.nz!r}", f"use one of {', '.join(NZ_MODES)}")
+        if self.dynamic and self.expert_parallel > 1:
+            raise UsageError(
+                "--buckets: no dynamic graph where devices share experts: dispatch and combine are "
+                "planned for a number of tokens a device, at most 512",
+                "give static sizes for " + " and ".join(self.dynamic),
+            )
 
     def buckets(self, phase: Phase) -> dict[str, Bucket]:
-        """The graphs of a phase, by name: "decode", or "decode_b8" where there are several."""
+        """The graphs of a phase, by name: "decode", or "decode_b8" and so on where there are several."""
         decode = phase == "decode"
         sizes = self.decode_sequences if decode else self.prefill_tokens
-        if len(sizes) == 1:
-            return {phase: self._bucket(decode, sizes[0])}
         letter = "b" if decode else "t"
-        return {f"{phase}_{letter}{size}": self._bucket(decode, size) for size in sorted(sizes)}
+        found = {f"{phase}_{letter}{size}": self._bucket(decode, size) for size in sorted(sizes)}
+        if phase in self.dynamic:
+            assumed = max(sizes, default=_ASSUMED[phase])
+            found[f"{phase}_dynamic"] = replace(self._bucket(decode, assumed), dynamic=True)
+        return found if len(found) > 1 else dict.fromkeys([phase], *found.values())
 
     def _bucket(self, decode: bool, tokens: int) -> Bucket:
         sequences = tokens if decode else min(self.prefill_sequences, tokens)
@@ -98,11 +110,16 @@ def parse_buckets(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         name, _, numbers = part.partition("=")
-        sizes = [int(size) if size.isdigit() else 0 for size in numbers.split("/")]
-        if name not in BUCKETS or min(sizes) < 1:
+        texts = numbers.split("/")
+        if name in _SEVERAL and _DYNAMIC in texts:
+            texts = [text for text in texts if text != _DYNAMIC]
+            found["dynamic"] = (*found.get("dynamic", ()), name)
+        sizes = [int(size) if size.isdigit() else 0 for size in texts]
+        if name not in BUCKETS or min(sizes, default=1) < 1:
             raise UsageError(
                 f"--buckets: cannot read {part!r}",
-                f"write NAME=SIZE with {', '.join(BUCKETS)}; several sizes as decode=1/16",
+                f"write NAME=SIZE with {', '.join(BUCKETS)}; several sizes as decode=1/16, "
+                "open ones as decode=dynamic",
             )
         if name not in _SEVERAL and len(sizes) > 1:
             raise UsageError(

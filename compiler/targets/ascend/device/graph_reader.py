@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from hybridge.artifacts.dtypes import element_type
 from hybridge.artifacts.errors import ArtifactError
 from hybridge.artifacts.record import Record, parse_json
 from hybridge.compiler.targets.ascend.loadable import loadable
+from hybridge.compiler.targets.ascend.symbolic_sizes import OPEN_SIZES, SymbolicSizes
 from hybridge.ir.schedule_ops import CORES, STREAM, SUPER_KERNEL
 
 _AGAIN = "compile the artifact again"
@@ -47,7 +49,8 @@ class _Reader:
         self.where = where
         self.graph = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
-        self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.sizes = SymbolicSizes()
+        self.is_open = False
 
     def read(self, data: bytes) -> fx.GraphModule:
         record = Record(parse_json(data, self.where), self.where)
@@ -60,9 +63,12 @@ class _Reader:
         module.graph.lint()
         values = [node.meta["val"] for node in self.graph.nodes if node.op == "placeholder"]
         try:
-            FakeTensorProp(module, self.fakes).propagate(*values)
+            with enable_python_dispatcher() if self.is_open else contextlib.nullcontext():
+                FakeTensorProp(module, self.sizes.mode).propagate(*values)
         except Exception as error:
             raise record.fail(f"the graph does not fit together: {error}") from error
+        if self.is_open:
+            module.meta[OPEN_SIZES] = self.sizes
         return module
 
     def _node(self, record: Record) -> None:
@@ -83,10 +89,15 @@ class _Reader:
 
     def _placeholder(self, record: Record, name: str) -> fx.Node:
         node = self.graph.placeholder(name)
-        shape, dtype = record.integers("shape"), record.text("dtype")
+        shape, dtype = record.shape("shape"), record.text("dtype")
         element_type(dtype)
-        with self.fakes:
-            node.meta["val"] = torch.empty(shape, dtype=getattr(torch, dtype))
+        try:
+            sizes = self.sizes.shape(shape)
+        except ValueError as error:
+            raise record.fail(str(error)) from error
+        self.is_open |= sizes != shape
+        with self.sizes.mode:
+            node.meta["val"] = torch.empty(sizes, dtype=getattr(torch, dtype))
         return node
 
     def _call(self, record: Record, name: str) -> fx.Node:

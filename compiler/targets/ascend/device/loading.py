@@ -151,7 +151,8 @@ def load(artifact: Artifact) -> DeviceArtifact:
 
 
 def _bucket(record: Record) -> Bucket:
-    return Bucket(**{name: record.integer(name, 1) for name in _BUCKET})
+    sizes: dict[str, Any] = {name: record.integer(name, 1) for name in _BUCKET}
+    return Bucket(**sizes)
 
 
 def _read_plan(artifact: Artifact, graph: str, forms: dict[str, StoredForm]) -> dict[str, str]:

@@ -50,7 +50,7 @@ def lower_attn_res_update(
     statistics = numerator[site], logit_max[site], exp_sum[site]
     if ctx.soc == ASCEND_950:
         nothing = ctx.once(
-            ("nothing", prefix.shape), lambda: torch.zeros_like(prefix, dtype=ctx.dtype)
+            ("nothing", str(prefix.shape)), lambda: torch.zeros_like(prefix, dtype=ctx.dtype)
         )
         return _update(ctx, prefix, nothing, query, statistics, eps)[1]
     ctx.became("reductions")

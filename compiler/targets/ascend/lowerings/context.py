@@ -17,12 +17,13 @@ from hybridge.ops.registry import find
 
 @dataclass(frozen=True)
 class Bucket:
-    """The static sizes of one graph (names as in the graph signature).
+    """The sizes of one graph (names as in the graph signature).
 
     Attributes:
         tokens: T. sequences: B. blocks: N of a paged cache, without the null block.
         block_size: rows a block. columns: M of the block table.
         slots: recurrent states, without the null row. logits: L.
+        dynamic: T, B, M and L stay open in the graph; what is said of them here is what estimates assume.
     """
 
     tokens: int
@@ -32,6 +33,7 @@ class Bucket:
     columns: int
     slots: int
     logits: int
+    dynamic: bool = False
 
 
 @dataclass

@@ -152,7 +152,7 @@ def lower_kda_prefill(
         key_dimension=query.shape[-1],
         value_dimension=value.shape[-1],
         chunk_size=CHUNK,
-        sequences=sequences + 1,
+        sequences=ctx.bucket.sequences + 1,
     )
     if lower_bound is not None:
         ctx.require("ChunkKdaFwd", gate_lower_bound=lower_bound)

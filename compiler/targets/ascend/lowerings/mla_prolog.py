@@ -62,8 +62,8 @@ def lower_mla_prolog(
     keys = F.pad(keys, (0, 0, 0, 0, 0, missing)) if missing else keys
     x = read(site.x).to(ctx.dtype)
     shape = (x.shape[0], latent.rope.shape[-1])
-    sines = ctx.once(("sines", *shape), lambda: x.new_zeros(shape))
-    cosines = ctx.once(("cosines", *shape), lambda: x.new_ones(shape))
+    sines = ctx.once(("sines", shape[1]), lambda: x.new_zeros(shape))
+    cosines = ctx.once(("cosines", shape[1]), lambda: x.new_ones(shape))
     query, query_rope, _, normed, _ = torch.ops.npu.npu_mla_prolog_v3(
         x,
         _transposed(ctx, read(site.query_down)),

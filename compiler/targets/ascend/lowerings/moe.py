@@ -16,6 +16,7 @@ from hybridge.compiler.targets.ascend.own_operators import ASCEND_950
 
 FLOAT4_E2M1, FLOAT8_E8M0, FLOAT8_E4M3 = 296, 293, 292  # torch_npu's numbers for these dtypes
 BFLOAT16 = 15  # torch's ScalarType number, as output_dtype wants it
+EVERY_ROW = -1  # of active_num: the operator's own documentation in the wheel
 MX_QUANTISED = 4  # dispatch's quant_mode for MXFP8 rows
 
 
@@ -73,7 +74,7 @@ def _route(
     rows, went, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
         x,
         ids,
-        active_num=ids.shape[0] * ids.shape[1],
+        active_num=EVERY_ROW if ctx.bucket.dynamic else ids.shape[0] * ids.shape[1],
         expert_num=experts,
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,

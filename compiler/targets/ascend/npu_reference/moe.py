@@ -70,7 +70,8 @@ def moe_init_routing(
         0,
     ):
         raise NotImplementedError("reference of counts, gather indices and no quantisation only")
-    if list(active_expert_range) != [0, expert_num] or active_num != expert_idx.numel():
+    every = active_num in (-1, expert_idx.numel())
+    if list(active_expert_range) != [0, expert_num] or not every:
         raise NotImplementedError("reference of one rank that has every expert only")
     flat = expert_idx.flatten().long()
     order = flat.argsort(stable=True)
