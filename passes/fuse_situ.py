@@ -75,7 +75,7 @@ class FuseSitu(Pass):
         if not verdict.holds:
             refusal: Refusal = verdict.refusal(site.anchor, "situ")
             return refusal
-        return promotion(site.anchor, roles.gate, roles.end)
+        return promotion(site.anchor, roles.gate, roles.end) or _one_dtype(site.anchor, roles)
 
     def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
         roles: Roles = site.detail[0]
@@ -87,6 +87,19 @@ class FuseSitu(Pass):
             linear_beta=roles.linear_beta,
         )
         return {roles.end: result}
+
+
+def _one_dtype(anchor: Node, roles: Roles) -> Refusal | None:
+    """Why kernels cannot take the two halves as they are, or None."""
+    gate, up = dtype_of(roles.gate), dtype_of(roles.up)
+    if gate == up:
+        return None
+    return Refusal(
+        anchor.name,
+        "gate and up have one dtype",
+        f"{roles.gate.name} is {gate}, {roles.up.name} is {up}",
+        f"cast {roles.up.name} to {gate}",
+    )
 
 
 def _site(context: PassContext, bound: Node) -> Site | None:
@@ -120,9 +133,11 @@ def _resembles(roles: Roles) -> bool:
 
 
 def _roles(end: Node) -> Iterator[Roles]:
-    """Ways to see the end as the activation of two tensors of its shape; what a bound is taken of may be one."""
-    bounded = [node for node in leaves_of(end, _STEPS).inside if op_name(node) in _BOUNDS]
-    for stop in dict.fromkeys([(), *(tuple(node.all_input_nodes) for node in bounded)]):
+    """Ways to see the end as the activation of two tensors of its shape; what is cast or bounded may be one."""
+    inside = leaves_of(end, _STEPS).inside
+    casts = tuple(node for node in inside if op_name(node) == "aten::to")
+    bounded = [tuple(node.all_input_nodes) for node in inside if op_name(node) in _BOUNDS]
+    for stop in dict.fromkeys([(), casts, *bounded]):
         expression = leaves_of(end, _STEPS, stop)
         tensors = expression.leaves
         if len(tensors) != 2 or not all(is_like(node, end) for node in tensors):

@@ -112,9 +112,11 @@ def positions_of(
 class PlainIndexer(nn.Module):
     """The lightning indexer with gathered keys, einsum, an additive mask and a flat cache."""
 
-    def __init__(self, phase: str, mistake: str = "", form: str = "einsum") -> None:
+    def __init__(
+        self, phase: str, mistake: str = "", form: str = "einsum", top_k: int = TOP_K
+    ) -> None:
         super().__init__()
-        self.phase, self.mistake, self.form = phase, mistake, form
+        self.phase, self.mistake, self.form, self.top_k = phase, mistake, form, top_k
 
     def forward(
         self,
@@ -140,7 +142,7 @@ class PlainIndexer(nn.Module):
             hidden = column >= position.unsqueeze(1)
         if self.mistake == "no mask":
             hidden = (column < 0).unsqueeze(0).expand(score.shape)
-        penalty = -1e4 if self.mistake == "finite mask" else float("-inf")
+        penalty = {"finite mask": -1e4, "fp16 mask": -65504.0}.get(self.mistake, float("-inf"))
         masked = score + torch.where(hidden, penalty, 0.0)
         result = self._select(masked, hidden)
         if self.mistake == "shared score":
@@ -159,19 +161,19 @@ class PlainIndexer(nn.Module):
         return torch.einsum("ths,th->ts", products.relu(), head_weights)
 
     def _select(self, score: Tensor, hidden: Tensor) -> Tensor:
-        fill = score.new_full((score.shape[0], TOP_K), float("-inf"))
+        fill = score.new_full((score.shape[0], self.top_k), float("-inf"))
         wide = torch.cat([score, fill], dim=1)
         outside = torch.cat([hidden, torch.ones_like(fill, dtype=torch.bool)], dim=1)
         if self.mistake == "topk":
-            order = torch.topk(wide, TOP_K, dim=1).indices
+            order = torch.topk(wide, self.top_k, dim=1).indices
         elif self.mistake == "unstable":
-            order = torch.sort(wide, dim=1, descending=True).indices[:, :TOP_K]
+            order = torch.sort(wide, dim=1, descending=True).indices[:, : self.top_k]
         elif self.mistake == "last tie":
             size = wide.shape[1]
             flipped = torch.sort(wide.flip(1), dim=1, descending=True, stable=True).indices
-            order = size - 1 - flipped[:, :TOP_K]
+            order = size - 1 - flipped[:, : self.top_k]
         else:
-            order = torch.argsort(wide, dim=1, descending=True, stable=True)[:, :TOP_K]
+            order = torch.argsort(wide, dim=1, descending=True, stable=True)[:, : self.top_k]
         empty = outside.gather(1, order)
         tail = 0 if self.mistake == "zero tail" else -1
         if self.mistake == "unordered":

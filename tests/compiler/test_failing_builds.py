@@ -111,6 +111,12 @@ def bounded_sigmoid(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(layers, "situ", situ)
 
 
+def read_before_norm(patch: pytest.MonkeyPatch) -> None:
+    """A feed-forward sublayer adds what AttnRes mixed, before its norm, to its result."""
+    own = model.DecoderLayer.feed_forward
+    patch.setattr(model.DecoderLayer, "feed_forward", lambda self, h: own(self, h) + h)
+
+
 K31, LINEAR = "kimi-k3.1-tiny", "kimi-linear-tiny"
 GATES = "convolution, norms, gates and delta rule as in the definition"
 CASES: tuple[tuple[Change, str, str, str, str], ...] = (
@@ -120,6 +126,7 @@ CASES: tuple[tuple[Change, str, str, str, str], ...] = (
     (scaled_values, K31, "decode", "fuse_sparse_flash_attention", "out is softmax(scale"),
     (scaled_values, LINEAR, "prefill", "fuse_sparse_flash_attention", "out is softmax(scale"),
     (mixed_over_tokens, K31, "decode", "fuse_attn_res", "h is sum_i softmax_i"),
+    (read_before_norm, K31, "prefill", "fuse_attn_res_norm", "shared intermediate"),
     (clamped_gate, K31, "prefill", "fuse_kda", GATES),
     (other_eps, LINEAR, "decode", "fuse_kda", "1e-6 is added inside the root of the L2 norms"),
     (other_input, K31, "decode", "fuse_kda", "one input"),
@@ -155,3 +162,19 @@ def test_a_changed_model_does_not_compile(
     assert f"refused by the rule '{rule}" in message
     assert caught.value.remedy
     assert not (tmp_path / "out").exists()
+
+
+def test_the_first_site_that_refuses_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(scale(preset(K31), layers=4).to_published()))
+    read_before_norm(monkeypatch)
+    with pytest.raises(CompileError) as caught:
+        compile_model(config, tmp_path / "out", weights="none", phases=["decode"])
+    # Three of seven still fuse: what attention mixes is read by its norm alone.
+    assert (
+        "3 of 7 expected sites match in the decode graph; attn_res_update_default refused by"
+        in str(caught.value)
+    )
+    assert "attn_res_update_default is used outside of the region, by add" in str(caught.value)

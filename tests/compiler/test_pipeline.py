@@ -1,4 +1,4 @@
-"""The whole pipeline on the three families, both phases: counts, values, idempotence, dumps, errors."""
+"""The whole pipeline on the three families, both phases: counts, values, hard batches, idempotence, dumps, errors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from golden_data import FOLDER
 from hybridge.artifacts.errors import CompileError, UsageError
-from hybridge.compiler.pipeline import pass_names, run_pipeline
+from hybridge.compiler.pipeline import (
+    PIPELINE,
+    _compare,
+    _results,
+    pass_names,
+    run_pipeline,
+)
 from hybridge.compiler.trace import trace
+from hybridge.ir.batch import Batch, example_values
+from hybridge.ir.pass_base import Pass, PassContext, PassResult, run_pass
 from hybridge.ir.signature import METADATA, PHASES, mark_weights, shape_of
 from hybridge.ir.text import graph_text
 from hybridge.models.config import load_config
 from plain_maths import calls
 
 FAMILIES = ("kimi-k3.1-tiny", "kimi-k3-tiny", "kimi-linear-tiny")
+CONFIGS = (*FAMILIES, "kimi-k3.1-tiny-mxfp4")
 PROOFS: dict[str, Any] = {}
 
 
@@ -51,7 +62,7 @@ def traced_copy(name: str, phase: str) -> GraphModule:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_expected_site_fuses_and_no_value_changes(name: str, phase: str) -> None:
     config, gm = load_config(FOLDER / name), traced_copy(name, phase)
     report = run_pipeline(gm, phase, config, check=True, proofs=PROOFS)
@@ -64,6 +75,9 @@ def test_every_expected_site_fuses_and_no_value_changes(name: str, phase: str) -
     assert counts[f"kda_{phase}"] == config.layer_kinds.count("kda")
     assert counts["sparse_flash_attention"] + counts["mla_attention"] == full
     assert counts["kda_recurrence"] == 0
+    experts = "moe_experts_mxfp4" if config.quantization else "moe_experts"
+    layers = sum(config.is_moe_layer(layer) for layer in range(config.num_layers))
+    assert counts[experts] == counts["moe_route"] == layers > 0
     # The ops read the batch as it is: no lengths, positions or gathered tables are left, in any layer.
     assert of_metadata_alone(_traced(name, phase))
     assert not of_metadata_alone(gm)
@@ -72,14 +86,79 @@ def test_every_expected_site_fuses_and_no_value_changes(name: str, phase: str) -
     assert again.results == ()
 
 
+@cache
+def _twice(name: str, phase: str) -> tuple[GraphModule, dict[str, tuple[PassResult, str, str]]]:
+    """A fused graph; for each pass what a second run straight after it says, and the graph before and after that."""
+    gm, second = traced_copy(name, phase), {}
+    for step in PIPELINE:
+        run_pass(step, PassContext(gm, phase, PROOFS))
+        before = graph_text(gm.graph)
+        result = run_pass(step, PassContext(gm, phase, PROOFS))
+        second[step.name] = (result, before, graph_text(gm.graph))
+    return gm, second
+
+
+@pytest.mark.parametrize("step", PIPELINE, ids=pass_names())
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_second_run_of_each_pass_changes_nothing(phase: str) -> None:
-    config, gm = load_config(FOLDER / "kimi-k3.1-tiny"), traced_copy("kimi-k3.1-tiny", phase)
-    run_pipeline(gm, phase, config, proofs=PROOFS)
-    text = graph_text(gm.graph)
-    with pytest.raises(CompileError):  # nothing is left to match
-        run_pipeline(gm, phase, config, proofs=PROOFS)
-    assert graph_text(gm.graph) == text
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_second_run_of_a_pass_changes_nothing(name: str, phase: str, step: Pass) -> None:
+    gm, second = _twice(name, phase)
+    result, before, after = second[step.name]
+    assert not result.modified
+    assert not result.matches
+    assert after == before
+    whole = graph_text(gm.graph)
+    again = run_pass(step, PassContext(gm, phase, PROOFS))
+    assert not again.modified
+    assert not again.matches
+    assert graph_text(gm.graph) == whole
+
+
+def test_a_pass_comes_after_the_passes_that_it_needs() -> None:
+    names = pass_names()
+    for step in PIPELINE:
+        assert all(names.index(other) < names.index(step.name) for other in step.needs), step.name
+
+
+def hard_batch(phase: str) -> tuple[Batch, dict[str, Tensor]]:
+    """Padding at the end, an inactive row, -1 in the block table past a sequence's end, a block of two sequences."""
+    example = Batch("hard", (2, 3, 1), (4, 5, 3), 9, (True, True, False), 4, 4, 9, 5)
+    if phase == "decode":
+        example = Batch("hard", (1, 1, 1), (4, 9, 3), 3, (True, True, False), 4, 4, 9, 5)
+    inputs = example.inputs()
+    for row, (length, context) in enumerate(zip(example.lengths, example.contexts, strict=True)):
+        inputs["block_table"][row, -(-(length + context) // 4) :] = -1
+    # Both have four tokens in it from before, so that neither writes there.
+    inputs["block_table"][1, 0] = inputs["block_table"][0, 0]
+    idle = sum(example.lengths[:2])
+    inputs["slot_mapping"][idle:] = -1
+    inputs["logits_index"] = inputs["logits_index"][:2]
+    return example, inputs
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padding_holes_and_shared_blocks_change_nothing_else(name: str, phase: str) -> None:
+    plain, (fused, _) = traced_copy(name, phase), _twice(name, phase)
+    example, batch = hard_batch(phase)
+    inputs = {**example_values(plain), **batch}
+    held = [
+        name for name in inputs if name.startswith(("kda_", "conv_state", "latent_", "indexer_"))
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for each in held:
+        rows = example.blocks if "cache" in each else example.slots
+        inputs[each] = torch.randn((rows, *inputs[each].shape[1:]), generator=generator)
+    before, after = _results(plain, inputs), _results(fused, inputs)
+    assert before is not None and after is not None
+    _compare("the pipeline", before, after)
+    for each in held:
+        cached = "cache" in each
+        owned = batch["slot_mapping" if cached else "state_slot"]
+        now, then = (x.flatten(0, 1) if cached else x for x in (after[each], inputs[each]))
+        others = [row for row in range(len(then)) if row not in owned.tolist()]
+        assert torch.equal(now[others], then[others]), each
+        assert not torch.equal(now, then), each
 
 
 def test_sparse_attention_does_not_need_the_indexers_pass() -> None:

@@ -51,6 +51,7 @@ def test_only_the_op_is_left() -> None:
         ("relu after", "relu comes before the head weights"),
         ("no relu", "scores are rectified by relu"),
         ("finite mask", "the mask is -inf, not a large number"),
+        ("fp16 mask", "the mask is -inf, not a large number"),
         ("last tie", "equal scores go to the lowest position"),
         ("zero tail", "the tail is -1"),
         ("unordered", "positions ascend"),
