@@ -25,8 +25,8 @@ REFERENCE = "weights/reference.json"
 LOCAL_FILES = (MANIFEST, REPORT, REFERENCE)
 MAX_MANIFEST_BYTES = 64 << 20
 
-WeightsPolicy = Literal["reference", "copy", "none"]
-WEIGHTS_POLICIES: tuple[WeightsPolicy, ...] = ("reference", "copy", "none")
+WeightsPolicy = Literal["reference", "copy", "packed", "none"]
+WEIGHTS_POLICIES: tuple[WeightsPolicy, ...] = ("reference", "copy", "packed", "none")
 STATE_KINDS = ("latent", "indexer", "kda_state", "conv_state")
 STATE_SYMBOLS = ("blocks", "block_size", "slots")
 

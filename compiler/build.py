@@ -25,7 +25,7 @@ class CompileOptions:
         target: "cpu".
         phases: which graphs to emit.
         passes: names of the passes to run, in the pipeline's order; None runs all.
-        weights: "reference", "copy" or "none".
+        weights: "reference", "copy", "packed" or "none".
         block_size: tokens in a block of the paged caches.
         activations: "bfloat16" lets matrix products with bf16 or MXFP4 weights round their activations to
             bf16, which is up to twice as fast for many tokens, and keeps paged caches in bf16; "float32" rounds

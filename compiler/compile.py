@@ -30,7 +30,7 @@ from hybridge.compiler.targets.ascend.constraints import SOCS
 from hybridge.compiler.targets.ascend.options import AscendOptions
 from hybridge.compiler.targets.onnx.emit import EmittedGraph, WeightSpec, emit_onnx
 from hybridge.compiler.trace import trace
-from hybridge.compiler.weights import POLICIES, WeightsPolicy, WeightWriter
+from hybridge.compiler.weights import POLICIES, WeightsPolicy, WeightWriter, packing_check
 from hybridge.models.batch import PHASES, Phase
 from hybridge.models.model import HybridModel
 from hybridge.models.tensor_names import weight_sources
@@ -203,11 +203,15 @@ def _emit_graphs(
 ) -> Mapping[str, EmittedGraph]:
     """Lower every phase for the CPU."""
     progress("emit the graphs")
+    pack = None
+    if options.weights == "packed" and model.checkpoint is not None:
+        pack = packing_check(model.config, model.checkpoint)
     with build.timed("emit"):
         graphs = emit_onnx(
             list(build.traced.values()),
             _stored_dtypes(model),
             bf16_activations=options.activations == "bfloat16",
+            pack=pack,
         )
     for name, graph in graphs.items():
         writer.add_bytes(f"graphs/{name}.onnx", graph.model)

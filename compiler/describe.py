@@ -64,8 +64,21 @@ def describe(
         golden=golden,
         tokenizer="tokenizer/tokenizer.json" if model.tokenizer else None,
         provenance=_provenance(options),
-        target_data={"cpu": {"nodes": {phase: graph.nodes for phase, graph in graphs.items()}}},
+        target_data={"cpu": _cpu_data(options, graphs)},
     )
+
+
+def _cpu_data(
+    options: CompileOptions, graphs: Mapping[str, EmittedGraph]
+) -> dict[str, Mapping[str, object]]:
+    data: dict[str, Mapping[str, object]] = {
+        "nodes": {phase: graph.nodes for phase, graph in graphs.items()}
+    }
+    if options.weights == "packed":
+        data["unpacked"] = {
+            n: why for graph in graphs.values() for n, why in graph.unpacked.items()
+        }
+    return data
 
 
 def _symbols(cache: CacheShape) -> tuple[int | str, ...]:

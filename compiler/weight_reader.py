@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -71,6 +71,15 @@ class WeightReader:
         return materialise(
             name, self.recipes, lambda each: checkpoint.materialise(self.source(each))
         )
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """The weight's values in order, in pieces: a stack comes member by member."""
+        if name in self.recipes or len(self.source(name).tensors) == 1:
+            yield self.value(name)
+            return
+        checkpoint = self._opened(name)
+        for tensor in self.source(name).tensors:
+            yield checkpoint.tensor(tensor)
 
     def rows(self, name: str) -> Rows:
         """The weight in pieces; only a stack of many tensors (experts) is read piece by piece."""

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hybridge.artifacts.store import ArtifactWriter
 from hybridge.artifacts.weights import Origin
 from hybridge.compiler.targets.onnx.emit import WeightSpec
+from hybridge.compiler.targets.onnx.pack_weights import ValueCheck
 from hybridge.compiler.weight_reader import WeightReader
 from hybridge.ir.derived import Recipe
 from hybridge.models.checkpoint import Checkpoint
 from hybridge.models.config import ModelConfig
+from hybridge.ops.packed_rows import MOST_EXCEPTIONS, most_exceptions, pack_rows
 
-WeightsPolicy = Literal["reference", "copy", "none"]
-POLICIES: tuple[WeightsPolicy, ...] = ("reference", "copy", "none")
+WeightsPolicy = Literal["reference", "copy", "packed", "none"]
+POLICIES: tuple[WeightsPolicy, ...] = ("reference", "copy", "packed", "none")
 
 
 class WeightWriter:
@@ -27,7 +31,7 @@ class WeightWriter:
         writer: the artifact under construction.
         config: the model.
         checkpoint: where the weights are; None only with the policy "none".
-        policy: "reference", "copy" or "none".
+        policy: "reference", "copy", "packed" (as "copy"; the specs say which weights) or "none".
         recipes: of every derived weight, since one may be made from another.
     """
 
@@ -63,8 +67,11 @@ class WeightWriter:
         if self.policy == "reference" and self._reference(self.checkpoint, weight, dtype, origin):
             return
         with self.writer.open_weight(weight.name, dtype, weight.shape, origin) as stream:
-            for part in self._parts(self.checkpoint, weight.name):
-                stream.write(raw_bytes(part.to(weight.dtype)))
+            for part in self.reader.parts(weight.name):
+                if weight.packed:
+                    stream.write(pack_rows(bf16_bits(part)))
+                else:
+                    stream.write(raw_bytes(part.to(weight.dtype)))
 
     def _reference(
         self, checkpoint: Checkpoint, weight: WeightSpec, dtype: str, origin: Origin
@@ -87,14 +94,23 @@ class WeightWriter:
         )
         return True
 
-    def _parts(self, checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
-        """The weight's values in order, in pieces: a stack comes member by member."""
-        sources = self.reader.sources
-        if name in self.reader.recipes or len(sources[name].tensors) == 1:
-            yield self.reader.value(name)
-            return
-        for tensor in sources[name].tensors:
-            yield checkpoint.tensor(tensor)
+
+def packing_check(config: ModelConfig, checkpoint: Checkpoint) -> ValueCheck:
+    """Whether the values of a bf16 weight fit packed rows; reads them once."""
+
+    def check(name: str, shape: tuple[int, ...], recipes: Mapping[str, Recipe]) -> str | None:
+        parts = WeightReader(config, checkpoint, recipes).parts(name)
+        worst = max((most_exceptions(bf16_bits(part)) for part in parts), default=0)
+        if worst <= MOST_EXCEPTIONS:
+            return None
+        return f"a row has {worst} weights outside 15 consecutive exponents, more than {MOST_EXCEPTIONS}"
+
+    return check
+
+
+def bf16_bits(tensor: Tensor) -> npt.NDArray[np.uint16]:
+    """The bits of the values, rounded to bf16 if they are wider."""
+    return tensor.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

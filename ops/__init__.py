@@ -4,10 +4,19 @@
 constraints. `find` gives the op behind a torch overload.
 """
 
-from hybridge.ops import attention, attn_res, elementwise, kda, lightning_indexer, moe, paged_write
+from hybridge.ops import (
+    attention,
+    attn_res,
+    elementwise,
+    kda,
+    lightning_indexer,
+    moe,
+    packed,
+    paged_write,
+)
 from hybridge.ops.registry import Constraint, FusedOp, find, vocabulary
 
 __all__ = ["Constraint", "FusedOp", "find", "vocabulary"]
 
 # Named so that a reader sees which modules fill the vocabulary.
-MODULES = (paged_write, lightning_indexer, attention, kda, attn_res, moe, elementwise)
+MODULES = (paged_write, lightning_indexer, attention, kda, attn_res, moe, elementwise, packed)

@@ -64,8 +64,9 @@ Examples:
 )
 @click.option(
     "--weights",
-    type=click.Choice(["reference", "copy", "none"]),
-    help="Refer to the checkpoint's own files, copy them in, or leave them out."
+    type=click.Choice(["reference", "copy", "packed", "none"]),
+    help="Refer to the checkpoint's own files, copy them in (packed: bf16 matrices in 12 bits a weight), or leave "
+    "them out."
     "  [default: reference; copy for Ascend]",
 )
 @click.option(

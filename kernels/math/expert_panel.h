@@ -8,6 +8,7 @@
 
 #include "math/moe.h"
 #include "math/mxfp4.h"
+#include "math/packed.h"
 #include "math/tiles.h"
 
 namespace hybridge {
@@ -144,6 +145,8 @@ struct WeightRows {
         return 4 * columns;
       case WeightFormat::kBfloat16:
         return 2 * columns;
+      case WeightFormat::kPacked:
+        return packed_row_bytes(columns);
       case WeightFormat::kMxfp4:
         break;
     }
@@ -191,9 +194,30 @@ constexpr std::int64_t panel_steps(std::int64_t columns) {
   return steps_of<Steps>(round_up(columns, 8 * kFetchWords));
 }
 
-// Fills columns [0, kWidth) of `panel` from up to kWidth weight rows.
+// Bytes of working memory that pack_panel_half takes.
+constexpr std::int64_t unpacked_bytes(WeightFormat format, std::int64_t columns) {
+  return format == WeightFormat::kPacked ? 2 * kWidth * columns : 0;
+}
+
+// The rows as bfloat16 in `memory`.
+inline WeightRows unpack_rows(const WeightRows& packed, void* memory) {
+  auto* to = static_cast<std::uint16_t*>(memory);
+  for (std::int64_t r = 0; r < packed.rows; ++r) {
+    const char* row = packed.data + r * packed.row_bytes();
+    unpack_row(reinterpret_cast<const std::uint8_t*>(row), packed.columns, to + r * packed.columns);
+  }
+  WeightRows rows = packed;
+  rows.format = WeightFormat::kBfloat16;
+  rows.data = static_cast<const char*>(memory);
+  rows.ahead = 0;
+  return rows;
+}
+
+// Fills columns [0, kWidth) of `panel` from up to kWidth weight rows. `memory` has unpacked_bytes.
 template <typename Steps>
-inline void pack_panel_half(const WeightRows& weights, float* panel) {
+inline void pack_panel_half(const WeightRows& stored, float* panel, void* memory) {
+  const WeightRows weights =
+      stored.format == WeightFormat::kPacked ? unpack_rows(stored, memory) : stored;
   const std::int64_t row_bytes = weights.row_bytes();
   float words[kFetchWords * kWidth];
   for (std::int64_t byte = 0; byte < row_bytes; byte += kFetchWords * 4) {
@@ -213,6 +237,8 @@ inline void pack_panel_half(const WeightRows& weights, float* panel) {
       case WeightFormat::kMxfp4:
         expand_mxfp4<Steps>(weights, words, count, 2 * byte, panel);
         break;
+      case WeightFormat::kPacked:
+        break;  // unpacked above
     }
   }
 }

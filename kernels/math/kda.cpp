@@ -286,14 +286,20 @@ void kda_prefill(const KdaPrefill& args, const Parallel& parallel) {
 void kda_decode(const KdaDecode& args, const Parallel& parallel) {
   const KdaBatch& batch = args.batch;
   const DecodeColumns columns = decode_columns(args);
+  const std::int64_t in_floats = project_floats(args.in_weight, args.hidden, batch.sequences);
+  const std::int64_t o_floats = project_floats(args.o_weight, columns.width, batch.sequences);
+  const auto memory_floats = static_cast<std::size_t>(in_floats > o_floats ? in_floats : o_floats);
   ScratchArena measure;
   measure.take<float>(static_cast<std::size_t>(batch.sequences * columns.total));
   measure.take<float>(static_cast<std::size_t>(batch.sequences * columns.width));
+  measure.take<float>(memory_floats);
   ScratchArena arena(scratch_bytes(ScratchSlot::kOperator, measure.used()));
   float* projected = arena.take<float>(static_cast<std::size_t>(batch.sequences * columns.total));
   float* heads = arena.take<float>(static_cast<std::size_t>(batch.sequences * columns.width));
+  float* memory = arena.take<float>(memory_floats);
 
-  project(args.in_weight, columns.total, args.hidden, args.x, batch.sequences, projected, parallel);
+  project(args.in_weight, columns.total, args.hidden, args.x, batch.sequences, projected, parallel,
+          memory);
   const auto tasks = static_cast<std::size_t>(batch.sequences * batch.heads);
   parallel_for(parallel, tasks, [&](std::size_t task) {
     const std::int64_t index = static_cast<std::int64_t>(task);
@@ -307,7 +313,8 @@ void kda_decode(const KdaDecode& args, const Parallel& parallel) {
     }
     decode_head(args, sequence, head, projected + b * columns.total, o);
   });
-  project(args.o_weight, args.hidden, columns.width, heads, batch.sequences, args.output, parallel);
+  project(args.o_weight, args.hidden, columns.width, heads, batch.sequences, args.output, parallel,
+          memory);
 }
 
 }  // namespace HYBRIDGE_ISA

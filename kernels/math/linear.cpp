@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "math/packed.h"
 #include "math/panel.h"
 #include "math/scratch.h"
 #include "math/tiles.h"
@@ -20,6 +21,13 @@ constexpr int64_t kBlockBytes = 512 << 10;
 // How far ahead of the products weight rows are fetched.
 constexpr int64_t kFetchBytes = 1024;
 constexpr int64_t kTaskOutputs = 32 * kRowTile;
+
+// Stands for the type of a weight in bf12 rows.
+struct Packed {};
+
+const uint8_t* packed_row_at(const LinearArgs& args, int64_t row) {
+  return static_cast<const uint8_t*>(args.weight) + row * packed_row_bytes(args.inputs);
+}
 
 // Calls body(weight rows, their number, done) for every task, where done(output, row, sum) stores.
 template <class Weight, class Body>
@@ -45,14 +53,62 @@ void by_dot_products(const LinearArgs& args, const Parallel& parallel) {
   });
 }
 
+// Calls body(first output, number of outputs, store) for every task over packed rows.
+template <class Body>
+void for_each_packed_task(const LinearArgs& args, const Parallel& parallel, Body&& body) {
+  const int64_t per_task = round_up(kPackedTaskBytes / packed_row_bytes(args.inputs) + 1, 16);
+  const int64_t tasks = (args.outputs + per_task - 1) / per_task;
+  parallel_for(parallel, static_cast<size_t>(tasks), [&](size_t task) {
+    const int64_t first = static_cast<int64_t>(task) * per_task;
+    body(first, std::min(per_task, args.outputs - first),
+         [&](int64_t output, int64_t row, float sum) {
+           args.out[row * args.outputs + output] = sum;
+         });
+  });
+}
+
+void by_packed_dot_products(const LinearArgs& args, const Parallel& parallel) {
+  const int64_t floats = args.rows * packed_x_floats(args.inputs);
+  auto* x = static_cast<float*>(
+      scratch_bytes(ScratchSlot::kOperator, static_cast<size_t>(floats) * sizeof(float)));
+  arrange_packed_rows(args.x, args.rows, args.inputs, x);
+  for_each_packed_task(args, parallel, [&](int64_t first, int64_t count, auto&& store) {
+    packed_times_rows(
+        packed_row_at(args, first), count, args.inputs, x, args.rows,
+        [&](int64_t output, int64_t row, float sum) { store(first + output, row, sum); });
+  });
+}
+
 #if defined(__AVX512BF16__)
-void by_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
+const uint16_t* round_rows(const LinearArgs& args) {
   const int64_t stride = pair_row_elements(args.inputs);
   const size_t bytes = static_cast<size_t>(args.rows * stride) * sizeof(uint16_t);
   auto* rounded = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kOperator, bytes));
   for (int64_t row = 0; row < args.rows; ++row) {
     round_pair_row(args.x + row * args.inputs, args.inputs, rounded + row * stride);
   }
+  return rounded;
+}
+
+void by_packed_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
+  constexpr int64_t kRows = 2;
+  const uint16_t* rounded = round_rows(args);
+  for_each_packed_task(args, parallel, [&](int64_t first, int64_t count, auto&& store) {
+    const size_t bytes = static_cast<size_t>(kRows * args.inputs) * sizeof(uint16_t);
+    auto* unpacked = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kTask, bytes));
+    for (int64_t output = first; output < first + count; output += kRows) {
+      const int64_t rows = std::min(kRows, first + count - output);
+      for (int64_t i = 0; i < rows; ++i) {
+        unpack_row(packed_row_at(args, output + i), args.inputs, unpacked + i * args.inputs);
+      }
+      matrix_times_pairs(unpacked, rows, args.inputs, rounded, args.rows,
+                         [&](int64_t i, int64_t row, float sum) { store(output + i, row, sum); });
+    }
+  });
+}
+
+void by_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
+  const uint16_t* rounded = round_rows(args);
   for_each_dot_task<uint16_t>(
       args, parallel, [&](const uint16_t* weight, int64_t count, auto&& done) {
         matrix_times_pairs(weight, count, args.inputs, rounded, args.rows, done);
@@ -84,23 +140,51 @@ void multiply_and_store(const typename Words::Element* const* weight_rows, const
   }
 }
 
+// Bytes that read_tile works in.
+template <class Weight, class Words>
+size_t tile_bytes(const LinearArgs& args) {
+  size_t row_bytes = 0;
+  if constexpr (std::is_same_v<Weight, Packed>) {
+    row_bytes = sizeof(typename Words::Element) + sizeof(uint16_t);
+  } else if constexpr (kWidened<Weight, Words>) {
+    row_bytes = sizeof(float);
+  }
+  return static_cast<size_t>(kRowTile * args.inputs) * row_bytes;
+}
+
+// Pointers to up to kRowTile weight rows as the product reads them; `buffer` has tile_bytes.
+template <class Weight, class Words>
+void read_tile(const LinearArgs& args, int64_t output, int64_t count, void* buffer,
+               const typename Words::Element** readable) {
+  using Element = typename Words::Element;
+  auto* elements = static_cast<Element*>(buffer);
+  if constexpr (std::is_same_v<Weight, Packed>) {
+    auto* unpacked = reinterpret_cast<uint16_t*>(elements + kRowTile * args.inputs);
+    const uint16_t* rows[kRowTile];
+    for (int64_t i = 0; i < count; ++i) {
+      unpack_row(packed_row_at(args, output + i), args.inputs, unpacked + i * args.inputs);
+      rows[i] = unpacked + i * args.inputs;
+    }
+    readable_rows(rows, count, args.inputs, reinterpret_cast<float*>(buffer), readable);
+  } else {
+    const Weight* rows[kRowTile];
+    const Weight* weight = static_cast<const Weight*>(args.weight);
+    for (int64_t i = 0; i < count; ++i) rows[i] = weight + (output + i) * args.inputs;
+    readable_rows(rows, count, args.inputs, reinterpret_cast<float*>(buffer), readable);
+  }
+}
+
 // Weight rows [first_output, end_output) times the panels [first_panel, end_panel).
 template <class Weight, class Words>
 void multiply_block(const LinearArgs& args, const float* panels, int64_t first_panel,
                     int64_t end_panel, int64_t first_output, int64_t end_output) {
-  const Weight* weight = static_cast<const Weight*>(args.weight);
   const int64_t panel_size = steps_of<Words>(args.inputs) * kPanelLanes;
-  float* widened = nullptr;
-  if constexpr (kWidened<Weight, Words>) {
-    const size_t bytes = static_cast<size_t>(kRowTile * args.inputs) * sizeof(float);
-    widened = static_cast<float*>(scratch_bytes(ScratchSlot::kTask, bytes));
-  }
+  const size_t bytes = tile_bytes<Weight, Words>(args);
+  void* buffer = bytes > 0 ? scratch_bytes(ScratchSlot::kTask, bytes) : nullptr;
   for (int64_t output = first_output; output < end_output; output += kRowTile) {
     const int64_t count = std::min<int64_t>(kRowTile, end_output - output);
-    const Weight* rows[kRowTile];
-    for (int64_t i = 0; i < count; ++i) rows[i] = weight + (output + i) * args.inputs;
     const typename Words::Element* readable[kRowTile];
-    readable_rows(rows, count, args.inputs, widened, readable);
+    read_tile<Weight, Words>(args, output, count, buffer, readable);
     for (int64_t p = first_panel; p < end_panel; ++p) {
       const int64_t row = p * kPanelLanes;
       const int64_t x_rows = std::min(kPanelLanes, args.rows - row);
@@ -156,10 +240,17 @@ void by_panels(const LinearArgs& args, const Parallel& parallel) {
 
 template <class Weight, class Words>
 void linear_of(const LinearArgs& args, const Parallel& parallel) {
-  if (args.rows <= kDotRows) return by_dot_products<Weight>(args, parallel);
+  constexpr bool kPacked = std::is_same_v<Weight, Packed>;
+  if (args.rows <= kDotRows) {
+    if constexpr (kPacked) return by_packed_dot_products(args, parallel);
+    if constexpr (!kPacked) return by_dot_products<Weight>(args, parallel);
+  }
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<Words, PairWords>) {
-    if (args.rows <= kPairTokens) return by_pair_dot_products(args, parallel);
+    if (args.rows <= kPairTokens) {
+      return kPacked ? by_packed_pair_dot_products(args, parallel)
+                     : by_pair_dot_products(args, parallel);
+    }
   }
 #endif
   return by_panels<Weight, Words>(args, parallel);
@@ -169,6 +260,10 @@ void linear_of(const LinearArgs& args, const Parallel& parallel) {
 
 void linear(const LinearArgs& args, const Parallel& parallel) {
   if (args.rows == 0 || args.outputs == 0) return;
+  if (args.weight_packed) {
+    if (!args.round_x) return linear_of<Packed, FloatWords>(args, parallel);
+    return linear_of<Packed, RowsAs<uint16_t>::Words>(args, parallel);
+  }
   if (!args.weight_bf16) return linear_of<float, FloatWords>(args, parallel);
   if (!args.round_x) return linear_of<uint16_t, FloatWords>(args, parallel);
   return linear_of<uint16_t, RowsAs<uint16_t>::Words>(args, parallel);

@@ -25,8 +25,8 @@ struct MoeRoute {
 };
 
 // How expert weights are stored. MXFP4: two elements a byte, the low nibble first, each 32
-// elements of a row sharing a scale 2^(s - 127).
-enum class WeightFormat { kFloat32, kBfloat16, kMxfp4 };
+// elements of a row sharing a scale 2^(s - 127). Packed: bf12 rows (math/packed.h).
+enum class WeightFormat { kFloat32, kBfloat16, kMxfp4, kPacked };
 
 // [E, rows, columns] of expert weights.
 struct ExpertWeights {

@@ -48,6 +48,7 @@ struct Task {
 
 std::int64_t row_bytes_of(WeightFormat format, std::int64_t columns) {
   if (format == WeightFormat::kMxfp4) return columns / 2 + columns / kScaleBlock;
+  if (format == WeightFormat::kPacked) return packed_row_bytes(columns);
   return columns * (format == WeightFormat::kBfloat16 ? 2 : 4);
 }
 
@@ -68,6 +69,7 @@ class Experts {
       sort_pairs();
       gather_inputs();
       run_gate_up();
+      arrange_hiddens();
       run_down();
       combine();
     }
@@ -77,6 +79,7 @@ class Experts {
   // ---- Working memory --------------------------------------------------------------------------
 
   std::int64_t few_floats(const ExpertWeights& weights, std::int64_t columns) const {
+    if (weights.format == WeightFormat::kPacked) return packed_x_floats(columns);
     return weights.format == WeightFormat::kMxfp4 ? mx_row_floats(columns) : columns;
   }
 
@@ -163,8 +166,23 @@ class Experts {
       float* to = group.input + r * stride;
       if (args_.gate_up.format == WeightFormat::kMxfp4) {
         mx_arrange_row(row_of_pair(group, r), args_.latent, to);
+      } else if (args_.gate_up.format == WeightFormat::kPacked) {
+        arrange_packed_x(row_of_pair(group, r), args_.latent, to);
       } else {
         std::memcpy(to, row_of_pair(group, r), size_of(args_.latent * 4));
+      }
+    }
+  }
+
+  // Where tasks wrote a row of hidden activations piece by piece, its scale is known only now.
+  void arrange_hiddens() const {
+    if (args_.down.format != WeightFormat::kPacked) return;
+    const std::int64_t stride = few_floats(args_.down, args_.intermediate);
+    for (std::int64_t g = 0; g < plan_.groups; ++g) {
+      const Group& group = plan_.group[g];
+      if (!group.few()) continue;
+      for (std::int64_t r = 0; r < group.count; ++r) {
+        arrange_packed_x(group.hidden + r * stride, args_.intermediate, group.hidden + r * stride);
       }
     }
   }
@@ -185,7 +203,9 @@ class Experts {
   // Splits `rows` weight rows of every group into tasks of whole panels.
   template <typename Body>
   void for_each_task(std::int64_t rows, std::int64_t bytes_per_row, Body&& body) const {
-    const std::int64_t wanted = kTaskBytes / (bytes_per_row > 0 ? bytes_per_row : 1) + 1;
+    const bool packed = args_.gate_up.format == WeightFormat::kPacked;
+    const std::int64_t task_bytes = packed ? kPackedTaskBytes : kTaskBytes;
+    const std::int64_t wanted = task_bytes / (bytes_per_row > 0 ? bytes_per_row : 1) + 1;
     const std::int64_t step = round_up(smaller(wanted, kMostRows), kPanelColumns);
     const std::int64_t tasks = (rows + step - 1) / step;
     parallel_for(parallel_, size_of(plan_.groups * tasks), [&](std::size_t index) {
@@ -279,10 +299,10 @@ class Experts {
     for (std::int64_t i = task.first; i < task.first + task.count; i += kWidth) {
       const std::int64_t here = smaller(kWidth, task.first + task.count - i);
       pack_panel_half<Steps>(rows_of(args_.gate_up, group.expert, rows, args_.latent, i, here),
-                             panel);
+                             panel, unpacked_memory(panel, args_.latent));
       pack_panel_half<Steps>(
           rows_of(args_.gate_up, group.expert, rows, args_.latent, args_.intermediate + i, here),
-          panel + kWidth);
+          panel + kWidth, unpacked_memory(panel, args_.latent));
       for (std::int64_t tile = 0; tile < group.tiles(); ++tile) {
         const auto* packed =
             reinterpret_cast<const std::uint32_t*>(group.input) + tile * steps * kPanelRows;
@@ -340,8 +360,9 @@ class Experts {
     float* panel = panel_memory(args_.intermediate);
     for (std::int64_t n = task.first; n < task.first + task.count; n += kPanelColumns) {
       const std::int64_t here = smaller(kPanelColumns, task.first + task.count - n);
-      pack_down_half(group, n, smaller(here, kWidth), panel);
-      pack_down_half(group, n + kWidth, here > kWidth ? here - kWidth : 0, panel + kWidth);
+      void* memory = unpacked_memory(panel, args_.intermediate);
+      pack_down_half(group, n, smaller(here, kWidth), panel, memory);
+      pack_down_half(group, n + kWidth, here > kWidth ? here - kWidth : 0, panel + kWidth, memory);
       for (std::int64_t tile = 0; tile < group.tiles(); ++tile) {
         const auto* packed =
             reinterpret_cast<const std::uint32_t*>(group.hidden) + tile * steps * kPanelRows;
@@ -354,13 +375,13 @@ class Experts {
     }
   }
 
-  void pack_down_half(const Group& group, std::int64_t first, std::int64_t rows,
-                      float* panel) const {
+  void pack_down_half(const Group& group, std::int64_t first, std::int64_t rows, float* panel,
+                      void* memory) const {
     if (rows == 0) first = 0;  // the half counts as zero; keep its pointer inside the matrix
     WeightRows weights =
         rows_of(args_.down, group.expert, args_.latent, args_.intermediate, first, rows);
     weights.ahead = kPanelColumns;
-    pack_panel_half<Steps>(weights, panel);
+    pack_panel_half<Steps>(weights, panel, memory);
   }
 
   void store_results(const Group& group, std::int64_t row, std::int64_t column, std::int64_t count,
@@ -375,8 +396,17 @@ class Experts {
   // ---- Shared ----------------------------------------------------------------------------------
 
   float* panel_memory(std::int64_t columns) const {
-    const std::int64_t floats = panel_steps<Steps>(columns) * kPanelColumns;
-    return static_cast<float*>(scratch_bytes(ScratchSlot::kTask, size_of(floats) * sizeof(float)));
+    const std::int64_t bytes = 4 * panel_floats(columns);
+    const std::int64_t unpacked = unpacked_bytes(args_.gate_up.format, columns);
+    return static_cast<float*>(scratch_bytes(ScratchSlot::kTask, size_of(bytes + unpacked)));
+  }
+
+  static std::int64_t panel_floats(std::int64_t columns) {
+    return panel_steps<Steps>(columns) * kPanelColumns;
+  }
+
+  static void* unpacked_memory(float* panel, std::int64_t columns) {
+    return panel + panel_floats(columns);
   }
 
   // Calls done(row, m, sum) for every weight row and each of `count` <= kFewRows rows of x.
@@ -407,6 +437,9 @@ class Experts {
                                             weights.rows, weights.columns, x, stride, done);
       case WeightFormat::kMxfp4:
         return multiply_mxfp4<kTokens>(weights, x, stride, done);
+      case WeightFormat::kPacked:
+        return packed_times_tokens<kTokens>(reinterpret_cast<const std::uint8_t*>(weights.data),
+                                            weights.rows, weights.columns, x, done);
     }
   }
 

@@ -4,8 +4,9 @@
 namespace hybridge {
 
 struct WeightMatrix {
-  const void* data = nullptr;  // row-major, fp32 or bfloat16
+  const void* data = nullptr;  // row-major, fp32, bfloat16 or bf12 rows (math/packed.h)
   bool is_bf16 = false;
+  bool is_packed = false;
 };
 
 }  // namespace hybridge

@@ -1,11 +1,14 @@
 // KdaDecode(x, in_weight, f_b_weight, g_b_weight, conv_weight, a_log, dt_bias, norm_weight,
 // o_weight, conv_state, state, context_len, state_slot; lower_bound, norm_eps) -> output,
 // conv_state, state: a whole KDA layer for one token a sequence (spec MODELS.md 3.1).
+// KdaDecodePacked: the same with in_weight and o_weight in bf12 rows (math/packed.h).
 #include "ops/kda_inputs.h"
+#include "ops/packed_inputs.h"
 
 namespace hybridge {
 namespace {
 
+template <bool kPacked>
 class KdaDecodeOp : public Kernel {
  public:
   explicit KdaDecodeOp(const Attributes& attributes)
@@ -62,16 +65,20 @@ class KdaDecodeOp : public Kernel {
     const int64_t gate_rows = g_b_weight ? args.gate_rank : width;
     in_weight.expect_rank(2, "[3P + rank + H + gate, D]")
         .expect_dim(0, 3 * width + args.rank + heads + gate_rows,
-                    g_b_weight ? "rows q|k|v|f_a|b|g_a" : "rows q|k|v|f_a|b|g")
-        .expect_dim(1, args.hidden, "columns of x");
+                    g_b_weight ? "rows q|k|v|f_a|b|g_a" : "rows q|k|v|f_a|b|g");
+    expect_columns(in_weight, args.hidden, "columns of x");
     norm_weight.expect_rank(1, "[V]").expect_dim(0, head_width, "value width of a head");
-    o_weight.expect_rank(2, "[D, P]")
-        .expect_dim(0, args.hidden, "columns of x")
-        .expect_dim(1, width, "heads * head width");
+    o_weight.expect_rank(2, "[D, P]").expect_dim(0, args.hidden, "columns of x");
+    expect_columns(o_weight, width, "heads * head width");
     args.in_weight = weight_matrix(in_weight);
     args.f_b_weight = weight_matrix(f_b_weight);
     args.o_weight = weight_matrix(o_weight);
     args.norm_weight = norm_weight.f32();
+  }
+
+  static void expect_columns(const Tensor& weight, int64_t columns, const char* meaning) {
+    if (kPacked) return expect_packed_rows(weight, columns);
+    weight.expect_dim(1, columns, meaning);
   }
 
   std::optional<float> lower_bound_;
@@ -79,25 +86,32 @@ class KdaDecodeOp : public Kernel {
   plain::kda_decode_signature* run_ = select_kda_decode();
 };
 
-const OpRegistration registration({
-    "KdaDecode",
-    {{"x", {DType::f32}},
-     {"in_weight", {DType::f32, DType::bf16}},
-     {"f_b_weight", {DType::f32, DType::bf16}},
-     {"g_b_weight", {DType::f32, DType::bf16}, true},
-     {"conv_weight", {DType::f32}},
-     {"a_log", {DType::f32}},
-     {"dt_bias", {DType::f32}},
-     {"norm_weight", {DType::f32}},
-     {"o_weight", {DType::f32, DType::bf16}},
-     {"conv_state", {DType::f32}},
-     {"state", {DType::f32}},
-     {"context_len", {DType::i32}},
-     {"state_slot", {DType::i32}}},
-    {{"output"}, {"conv_state"}, {"state"}},
-    alias<9, 1, 10, 2>,
-    make_kernel<KdaDecodeOp>,
-});
+// `stored`: the types of the weights that reading takes the time of.
+template <bool kPacked>
+OpDescription description(const char* name, std::vector<DType> stored) {
+  return {
+      name,
+      {{"x", {DType::f32}},
+       {"in_weight", stored},
+       {"f_b_weight", {DType::f32, DType::bf16}},
+       {"g_b_weight", {DType::f32, DType::bf16}, true},
+       {"conv_weight", {DType::f32}},
+       {"a_log", {DType::f32}},
+       {"dt_bias", {DType::f32}},
+       {"norm_weight", {DType::f32}},
+       {"o_weight", stored},
+       {"conv_state", {DType::f32}},
+       {"state", {DType::f32}},
+       {"context_len", {DType::i32}},
+       {"state_slot", {DType::i32}}},
+      {{"output"}, {"conv_state"}, {"state"}},
+      alias<9, 1, 10, 2>,
+      make_kernel<KdaDecodeOp<kPacked>>,
+  };
+}
+
+const OpRegistration registration(description<false>("KdaDecode", {DType::f32, DType::bf16}));
+const OpRegistration packed_registration(description<true>("KdaDecodePacked", {DType::u8}));
 
 }  // namespace
 }  // namespace hybridge

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from hybridge.ops.packed_rows import pack_rows
 
 BLOCK = 4
 # Every row that no op may read holds this, so that reading one shows.
@@ -158,8 +161,16 @@ def _prefill(random: torch.Generator, layout: Layout, lower_bound: float | None)
     return Case("kda_prefill", args, {"lower_bound": lower_bound})
 
 
-def _decode(random: torch.Generator, layout: Layout, *, full_rank: bool, bf16: bool) -> Case:
-    heads, size, taps, rank, hidden = 2, 4, 4, 3, 10
+def _decode(
+    random: torch.Generator,
+    layout: Layout,
+    *,
+    full_rank: bool,
+    bf16: bool,
+    size: int = 4,
+    hidden: int = 10,
+) -> Case:
+    heads, taps, rank = 2, 4, 3
     projected = heads * size
     conv_state, state = _states(random, heads, size, taps)
     gate = projected if full_rank else rank
@@ -218,6 +229,40 @@ def _experts_mxfp4(random: torch.Generator, tokens: int, nan_scale: bool = False
         args[-1][0, 3] = 255
     attributes = {"activation": "situ", "beta": 4.0, "linear_beta": 25.0}
     return Case("moe_experts_mxfp4", args, attributes)
+
+
+def _packed(random: torch.Generator, *shape: int) -> Tensor:
+    """Packed rows of weights with zeros of both signs and a few exceptions, subnormal ones too."""
+    words = (normal(random, *shape) / shape[-1] ** 0.5).bfloat16()
+    words[..., 3], words[..., 4], words[..., 70] = 0.0, -0.0, 1e-40
+    words[..., 0, 5], words[..., 0, 6], words[..., 1, 127] = 3.0, 1e-12, -1e-12
+    return torch.from_numpy(pack_rows(words.view(torch.uint16).numpy()))
+
+
+def _packed_ops(random: torch.Generator) -> dict[str, Case]:
+    linear = Case("linear_packed", (normal(random, 3, 2, 128), _packed(random, 5, 128)), {})
+    infinite = (torch.ones(2, 128), torch.from_numpy(pack_rows(_infinite_words())))
+    plain = _decode(random, LAYOUTS["decode"], full_rank=False, bf16=False, hidden=128, size=64)
+    decode = list(plain.args)
+    decode[1] = _packed(random, *plain.args[1].shape)
+    decode[8] = _packed(random, *plain.args[8].shape)
+    experts = _experts(random, 7, "situ", 25.0, False)
+    weights = (_packed(random, 6, 256, 128), _packed(random, 6, 128, 128))
+    x = normal(random, 7, 128)
+    return {
+        "linear-packed": linear,
+        "linear-packed-infinite": Case("linear_packed", infinite, {}),
+        "kda-decode-packed": Case("kda_decode_packed", tuple(decode), plain.attributes),
+        "experts-packed": Case(
+            "moe_experts_packed", (x, *experts.args[1:3], *weights), experts.attributes
+        ),
+    }
+
+
+def _infinite_words() -> np.ndarray:
+    words = np.full((3, 128), 0x3F80, np.uint16)
+    words[0, 9], words[1, 9] = 0x7F80, 0x7FC0
+    return words
 
 
 def _route(random: torch.Generator, tokens: int, *, ties: bool, renormalize: bool) -> Case:
@@ -322,6 +367,7 @@ def all_cases() -> dict[str, Case]:
         "experts-one-token": _experts(random, 1, "situ", 25.0, False),
         "experts-mxfp4": _experts_mxfp4(random, 6),
         "experts-mxfp4-nan": _experts_mxfp4(random, 6, nan_scale=True),
+        **_packed_ops(random),
     }
 
 

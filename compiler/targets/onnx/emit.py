@@ -38,6 +38,7 @@ from hybridge.compiler.targets.onnx.functionalise import functionalise
 from hybridge.compiler.targets.onnx.functions import OPSET
 from hybridge.compiler.targets.onnx.lower_einsum import lower_einsum
 from hybridge.compiler.targets.onnx.lower_linear import lower_linear
+from hybridge.compiler.targets.onnx.pack_weights import ValueCheck, choose_packed, set_packed
 from hybridge.compiler.targets.onnx.storage import (
     DTypes,
     narrow_caches,
@@ -63,12 +64,14 @@ class WeightSpec:
         dtype: fp32 where the checkpoint has less and a reader cannot widen it: then it is stored anew.
         shape: its shape.
         recipe: how it is made from other weights; None is a parameter of the model.
+        packed: in packed rows (`hybridge.ops.packed_rows`) of bf16; dtype and shape are those of the bytes.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     recipe: Recipe | None
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class EmittedGraph:
         recipes: of every derived weight, also of those that only others are made from.
         writes: how often each cache is written in a step.
         nodes: how many nodes the graph has, functions not counted.
+        unpacked: bf16 weights that were to be packed, and why they stay as they are; of all phases.
     """
 
     model: bytes
@@ -92,10 +96,15 @@ class EmittedGraph:
     recipes: Mapping[str, Recipe]
     writes: Mapping[str, int]
     nodes: int
+    unpacked: Mapping[str, str]
 
 
 def emit_onnx(
-    traced: Sequence[TracedPhase], stored: DTypes, *, bf16_activations: bool = False
+    traced: Sequence[TracedPhase],
+    stored: DTypes,
+    *,
+    bf16_activations: bool = False,
+    pack: ValueCheck | None = None,
 ) -> dict[str, EmittedGraph]:
     """Lower the phases of one model. Their graphs stay as they are.
 
@@ -104,6 +113,7 @@ def emit_onnx(
         stored: the type of each parameter in the checkpoint; fp32 where it is not named.
         bf16_activations: let matrix products with narrow weights round their activations to bf16, and keep
             paged caches in bf16.
+        pack: store bf16 weights in packed rows where their values allow it, see `choose_packed`.
 
     Returns:
         phase -> graph. A weight has one type in all of them.
@@ -117,8 +127,9 @@ def emit_onnx(
     narrow = narrow_caches(lowered.values(), paged) if bf16_activations else frozenset()
     for gm in lowered.values():
         set_cache_dtypes(gm, narrow)
+    reasons = choose_packed(list(lowered.values()), dtypes, pack) if pack is not None else {}
     return {
-        phase.phase: _emit(phase, lowered[phase.phase], dtypes, bf16_activations)
+        phase.phase: _emit(phase, lowered[phase.phase], dtypes, reasons, bf16_activations)
         for phase in traced
     }
 
@@ -137,14 +148,26 @@ def _lower(traced: TracedPhase) -> GraphModule:
 
 
 def _emit(
-    traced: TracedPhase, gm: GraphModule, dtypes: DTypes, bf16_activations: bool
+    traced: TracedPhase,
+    gm: GraphModule,
+    dtypes: DTypes,
+    reasons: Mapping[str, str | None],
+    bf16_activations: bool,
 ) -> EmittedGraph:
     set_weight_dtypes(gm, dtypes)
+    packed = frozenset(name for name, reason in reasons.items() if reason is None)
+    set_packed(gm, packed)
     caches = tuple(cache.name for cache in traced.caches)
     writes = functionalise(gm, caches)
     recipes: Mapping[str, Recipe] = gm.meta.get("derived_weights", {})
     weights = tuple(
-        WeightSpec(name, node.meta["val"].dtype, tuple(node.meta["val"].shape), recipes.get(name))
+        WeightSpec(
+            name,
+            node.meta["val"].dtype,
+            tuple(node.meta["val"].shape),
+            recipes.get(name),
+            packed=name in packed,
+        )
         for name, node in sorted((str(weight_name(node)), node) for node in weight_nodes(gm.graph))
     )
     model = _export(traced, gm)
@@ -152,7 +175,10 @@ def _emit(
     done = finish_model(
         model, names, {weight.name for weight in weights}, bf16_activations=bf16_activations
     )
-    return EmittedGraph(done.data, done.inputs, done.outputs, weights, recipes, writes, done.nodes)
+    unpacked = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
+    return EmittedGraph(
+        done.data, done.inputs, done.outputs, weights, recipes, writes, done.nodes, unpacked
+    )
 
 
 def _program(kind: type[ExportedProgram], traced: TracedPhase, gm: GraphModule) -> ExportedProgram:

@@ -15,7 +15,13 @@ VERSION = 1
 # Matrix products may round their activations to bf16 where their weights are narrow (many rows, machines that
 # multiply bf16 pairs). It is a permission for the native kernels, not part of an op's definition.
 BF16_ACTIVATIONS = "bf16_activations"
-ROUNDING_OPS = ("linear", "moe_experts", "moe_experts_mxfp4")
+ROUNDING_OPS = (
+    "linear",
+    "linear_packed",
+    "moe_experts",
+    "moe_experts_packed",
+    "moe_experts_mxfp4",
+)
 
 _TENSOR_TYPES = [
     "tensor(float)",

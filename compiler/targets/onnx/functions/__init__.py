@@ -33,6 +33,11 @@ from hybridge.compiler.targets.onnx.functions.caches import paged_write, state_w
 from hybridge.compiler.targets.onnx.functions.elementwise import linear, rms_norm, situ
 from hybridge.compiler.targets.onnx.functions.kda import kda_decode, kda_prefill, kda_recurrence
 from hybridge.compiler.targets.onnx.functions.moe import moe_experts, moe_experts_mxfp4, moe_route
+from hybridge.compiler.targets.onnx.functions.packed import (
+    kda_decode_packed,
+    linear_packed,
+    moe_experts_packed,
+)
 from hybridge.compiler.targets.onnx.schemas import DOMAIN, VERSION, attribute_type
 from hybridge.ops import FusedOp
 
@@ -57,6 +62,9 @@ BODIES: dict[str, Callable[..., tuple[Expression, ...]]] = {
         rms_norm,
         situ,
         linear,
+        linear_packed,
+        kda_decode_packed,
+        moe_experts_packed,
     )
 }
 

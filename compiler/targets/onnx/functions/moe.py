@@ -49,8 +49,8 @@ def moe_experts(
     def weights_of(expert: Expression) -> tuple[Expression, Expression]:
         return gate_up.take(expert).fp32(), down.take(expert).fp32()
 
-    activate = _activation(activation, beta, linear_beta)
-    return (_grouped(x, expert_ids, expert_weights, weights_of, activate),)
+    activate = activation_of(activation, beta, linear_beta)
+    return (grouped(x, expert_ids, expert_weights, weights_of, activate),)
 
 
 def moe_experts_mxfp4(
@@ -74,19 +74,20 @@ def moe_experts_mxfp4(
             _decode_mxfp4(down_packed.take(expert), down_scale.take(expert)),
         )
 
-    activate = _activation(activation, beta, linear_beta)
-    return (_grouped(x, expert_ids, expert_weights, weights_of, activate),)
+    activate = activation_of(activation, beta, linear_beta)
+    return (grouped(x, expert_ids, expert_weights, weights_of, activate),)
 
 
-def _activation(
+def activation_of(
     name: str, beta: Expression, linear_beta: Expression | None
 ) -> Callable[[Expression, Expression], Expression]:
+    """(gate, up) -> hidden, of this name."""
     if name == "silu":
         return lambda gate, up: silu(gate) * up
     return lambda gate, up: bounded_product(gate, up, beta, linear_beta)
 
 
-def _grouped(
+def grouped(
     x: Expression,
     expert_ids: Expression,
     expert_weights: Expression,
