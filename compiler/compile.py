@@ -165,6 +165,8 @@ def _options(
     ):
         if value not in known:
             raise UsageError(f"unknown {what} {value!r}", f"use one of {', '.join(known)}")
+    if weights == "packed" and target in SOCS:
+        raise UsageError(f"packed weights do not fit {target}", "use --weights copy")
     if block_size < 1:
         raise UsageError(f"block size {block_size} is not positive", "use 16, 64 or 128")
     ordered = tuple(phase for phase in PHASES if phase in wanted)

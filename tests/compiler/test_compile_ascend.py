@@ -24,6 +24,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_packed_weights_are_of_the_cpu(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="packed weights do not fit ascend-950"):
+        compile_model(tmp_path, tmp_path / "art", target="ascend-950", weights="packed")
+
+
 def test_an_artifact_holds_graphs_plan_and_proof(config: Path, tmp_path: Path) -> None:
     options = AscendOptions("ascend-950", convert=find_wheel() is not None)
     out = tmp_path / "art"

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hybridge.ops.packed_rows import pack_rows
+
 from . import test_attention, test_attn_res, test_kda_layer, test_kda_recurrence, test_moe
 from . import test_lightning_indexer as test_indexer
 from .harness import BFLOAT16, Operator, bf16, i32
@@ -157,10 +159,34 @@ def row_cases(rng: np.random.Generator, dtype: object) -> list[Case]:
     ]  # fmt: skip
 
 
+def packed_cases(rng: np.random.Generator, dtype: object) -> list[Case]:
+    """The operators on packed weights; `dtype` is that of the weights which are not packed."""
+
+    def packed(array: np.ndarray | None) -> np.ndarray:
+        return pack_rows(bf16(array).view(np.uint16))
+
+    x, weight = rng.standard_normal((9, 256)), rng.standard_normal((6, 256))
+    decode = test_kda_layer.decode_inputs(
+        rng, [0, 4, 2], [1, 0, -1], heads=2, width=64, hidden=128, weights=dtype
+    )
+    decode |= {name: packed(decode[name]) for name in ("in_weight", "o_weight")}
+    experts = test_moe.draw(rng, 5, 4, 2, 128, 128)
+    experts |= {name: packed(experts[name]) for name in ("gate_up", "down")}
+    return [
+        Case("LinearPacked", {"x": x.astype(F32), "weight": packed(weight)}, {"out": F32},
+             {"bf16_activations": 1}, free={"x": {0}, "weight": {0}}),
+        Case("KdaDecodePacked", decode, {"output": F32, "conv_out": F32, "state_out": F32},
+             {"norm_eps": 1e-5, "lower_bound": -5.0},
+             {"conv_out": "conv_state", "state_out": "state"},
+             any_value=frozenset({"context_len"})),
+        Case("MoeExpertsPacked", experts, {"output": F32}, {**SITU, "bf16_activations": 1}),
+    ]  # fmt: skip
+
+
 def all_cases(dtype: object, seed: int = 0) -> list[Case]:
     """One case for each operator, with caches and weights of this type where there is a choice."""
     rng = np.random.default_rng(seed)
-    makers = (attention_cases, kda_cases, expert_cases, row_cases)
+    makers = (attention_cases, kda_cases, expert_cases, row_cases, packed_cases)
     return [case for make in makers for case in make(rng, dtype)]
 
 

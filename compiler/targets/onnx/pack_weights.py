@@ -4,8 +4,8 @@
     kda_decode(x, in_weight, …, o_weight)  ->    kda_decode_packed(…), both weights or none
     moe_experts(…, gate_up, down)          ->    moe_experts_packed(…), both or none
 
-Left alone, with a reason: weights of other types than bf16, lookups and other readers, rows too short to gain, and
-weights of which some row does not fit.
+Left alone: vectors, and weights of other types than bf16. Left alone, with a reason: lookups and other readers, rows
+too short to gain, and weights of which some row does not fit.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def choose_packed(
         check_values: looks at a weight's values; asked last, of those that all else allows.
 
     Returns:
-        bf16 weight -> why it stays so; None is packed.
+        bf16 matrix -> why it stays so; None is packed.
     """
     nodes: dict[str, list[Node]] = {}
     recipes: dict[str, Recipe] = {}
     for gm in graphs:
         recipes |= gm.meta.get("derived_weights", {})
         for node in weight_nodes(gm.graph):
-            if dtypes[str(weight_name(node))] is torch.bfloat16:
+            is_matrix = node.meta["val"].dim() > 1
+            if is_matrix and dtypes[str(weight_name(node))] is torch.bfloat16:
                 nodes.setdefault(str(weight_name(node)), []).append(node)
     reasons = {name: _refusal(found) for name, found in nodes.items()}
     _keep_together(nodes, reasons)
