@@ -80,35 +80,27 @@ void by_packed_dot_products(const LinearArgs& args, const Parallel& parallel) {
 }
 
 #if defined(__AVX512BF16__)
-const uint16_t* round_rows(const LinearArgs& args) {
+void by_packed_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
+  const int64_t stride = packed_pair_elements(args.inputs);
+  const size_t bytes = static_cast<size_t>(args.rows * stride) * sizeof(uint16_t);
+  auto* x = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kOperator, bytes));
+  for (int64_t row = 0; row < args.rows; ++row) {
+    arrange_packed_pairs(args.x + row * args.inputs, args.inputs, x + row * stride);
+  }
+  for_each_packed_task(args, parallel, [&](int64_t first, int64_t count, auto&& store) {
+    packed_times_pairs(
+        packed_row_at(args, first), count, args.inputs, x, args.rows,
+        [&](int64_t output, int64_t row, float sum) { store(first + output, row, sum); });
+  });
+}
+
+void by_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
   const int64_t stride = pair_row_elements(args.inputs);
   const size_t bytes = static_cast<size_t>(args.rows * stride) * sizeof(uint16_t);
   auto* rounded = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kOperator, bytes));
   for (int64_t row = 0; row < args.rows; ++row) {
     round_pair_row(args.x + row * args.inputs, args.inputs, rounded + row * stride);
   }
-  return rounded;
-}
-
-void by_packed_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
-  constexpr int64_t kRows = 2;
-  const uint16_t* rounded = round_rows(args);
-  for_each_packed_task(args, parallel, [&](int64_t first, int64_t count, auto&& store) {
-    const size_t bytes = static_cast<size_t>(kRows * args.inputs) * sizeof(uint16_t);
-    auto* unpacked = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kTask, bytes));
-    for (int64_t output = first; output < first + count; output += kRows) {
-      const int64_t rows = std::min(kRows, first + count - output);
-      for (int64_t i = 0; i < rows; ++i) {
-        unpack_row(packed_row_at(args, output + i), args.inputs, unpacked + i * args.inputs);
-      }
-      matrix_times_pairs(unpacked, rows, args.inputs, rounded, args.rows,
-                         [&](int64_t i, int64_t row, float sum) { store(output + i, row, sum); });
-    }
-  });
-}
-
-void by_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
-  const uint16_t* rounded = round_rows(args);
   for_each_dot_task<uint16_t>(
       args, parallel, [&](const uint16_t* weight, int64_t count, auto&& done) {
         matrix_times_pairs(weight, count, args.inputs, rounded, args.rows, done);

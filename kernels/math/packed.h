@@ -23,6 +23,9 @@ constexpr std::int64_t kPackedBlockBytes = 192;
 constexpr std::int64_t kPackedTrailerBytes = 64;
 constexpr std::int64_t kPackedExceptions = 15;
 
+// Rows of x that share one unpacking of the weights.
+constexpr int kPackedTokens = 8;
+
 // One fetch of a packed row's bytes serves many rows: the memory keeps up best with long tasks, of
 // which the last rows fetch what another task reads (half a megabyte: measured).
 constexpr std::int64_t kPackedTaskBytes = 512 << 10;
@@ -187,45 +190,70 @@ inline void arrange_packed_x(const float* from, std::int64_t columns, float* to)
 
 // ---- Products --------------------------------------------------------------------------------
 
-// The product of a row and one arranged row of x, given that of the blocks with base 0. In double,
-// so that nothing is rounded before the end.
-inline float packed_sum(const PackedTrailer& trailer, int base, const float* x,
-                        std::int64_t columns, float blocks) {
-  const int shift = static_cast<int>(x[columns]);
+// The product of a row and one row of x, given that of the blocks with base 0 and x scaled by
+// 2^shift; value(column) is x as scaled. In double, so that nothing is rounded before the end.
+template <typename Value>
+inline float packed_sum(const PackedTrailer& trailer, int base, int shift, float blocks,
+                        Value&& value) {
   double sum = static_cast<double>(blocks) * power_of_two(base - shift);
   trailer.for_each_exception([&](std::int64_t column, std::uint16_t bits) {
-    const double factor = static_cast<double>(x[packed_x_position(column)]) * power_of_two(-shift);
+    const double factor = static_cast<double>(value(column)) * power_of_two(-shift);
     sum += static_cast<double>(float_from_bf16(bits)) * factor;
   });
   return static_cast<float>(sum);
 }
 
+// The same for one arranged row of x.
+inline float packed_sum(const PackedTrailer& trailer, int base, const float* x,
+                        std::int64_t columns, float blocks) {
+  return packed_sum(trailer, base, static_cast<int>(x[columns]), blocks,
+                    [&](std::int64_t column) { return x[packed_x_position(column)]; });
+}
+
 #if defined(__AVX512F__)
+
+// Fetches what the caller reads next: a block has three lines, and four quarters ask in turn.
+template <int kQuarter, int kRows>
+inline void fetch_quarter(const std::uint8_t* const (&rows)[kRows], std::int64_t at) {
+  if (kQuarter == 3) return;
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) prefetch_far(rows[r] + at + 64 * kQuarter);
+}
 
 template <int kQuarter, int kRows, int kTokens>
 inline void multiply_quarter(const std::uint8_t* const (&rows)[kRows], std::int64_t at,
                              std::int64_t ahead, const float* x, std::int64_t x_stride,
                              __m512 (&sums)[kRows][kTokens]) {
   const __m512i mask = _mm512_set1_epi32(static_cast<int>(kPackedBits << 16));
-  if (kQuarter < 3) {  // three lines a block
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) prefetch_far(rows[r] + at + ahead + 64 * kQuarter);
-  }
-  __m512 even_x[kTokens], odd_x[kTokens];
-#pragma GCC unroll 4
-  for (int m = 0; m < kTokens; ++m) {
-    even_x[m] = _mm512_loadu_ps(x + m * x_stride + 32 * kQuarter);
-    odd_x[m] = _mm512_loadu_ps(x + m * x_stride + 32 * kQuarter + 16);
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
+  fetch_quarter<kQuarter>(rows, at + ahead);
+  const auto multiply_row = [&](int r, auto&& even_x, auto&& odd_x) {
     const __m512i words = packed_words<kQuarter>(rows[r] + at);
     const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(words, mask));
     const __m512 even = _mm512_castsi512_ps(_mm512_and_si512(_mm512_slli_epi32(words, 16), mask));
+#pragma GCC unroll 8
+    for (int m = 0; m < kTokens; ++m) {
+      sums[r][m] = _mm512_fmadd_ps(even, even_x(m), sums[r][m]);
+      sums[r][m] = _mm512_fmadd_ps(odd, odd_x(m), sums[r][m]);
+    }
+  };
+  x += 32 * kQuarter;
+  if constexpr (kTokens > kDotTokens) {  // too many to keep in registers: each row reads x again
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      multiply_row(
+          r, [&](int m) { return _mm512_loadu_ps(x + m * x_stride); },
+          [&](int m) { return _mm512_loadu_ps(x + m * x_stride + 16); });
+    }
+  } else {
+    __m512 even_x[kTokens], odd_x[kTokens];
 #pragma GCC unroll 4
     for (int m = 0; m < kTokens; ++m) {
-      sums[r][m] = _mm512_fmadd_ps(even, even_x[m], sums[r][m]);
-      sums[r][m] = _mm512_fmadd_ps(odd, odd_x[m], sums[r][m]);
+      even_x[m] = _mm512_loadu_ps(x + m * x_stride);
+      odd_x[m] = _mm512_loadu_ps(x + m * x_stride + 16);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      multiply_row(r, [&](int m) { return even_x[m]; }, [&](int m) { return odd_x[m]; });
     }
   }
 }
@@ -238,7 +266,7 @@ inline void packed_dot_rows(const std::uint8_t* const (&rows)[kRows], std::int64
   __m512 partial[kRows][kTokens];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int m = 0; m < kTokens; ++m) partial[r][m] = _mm512_setzero_ps();
   }
   std::int64_t at = 0;
@@ -264,7 +292,8 @@ inline void packed_dot_rows(const std::uint8_t* const (&rows)[kRows], std::int64
 template <int kTokens>
 constexpr int kPackedRows = kTokens == 1   ? 16
                             : kTokens == 2 ? 8
-                                           : 4;
+                            : kTokens <= 4 ? 4
+                                           : 2;
 
 #else
 
@@ -323,12 +352,12 @@ inline void packed_times_tokens(const std::uint8_t* weight, std::int64_t rows, s
   }
 }
 
-// The same for any number of tokens, kDotTokens at a time.
+// The same for any number of tokens, kPackedTokens at a time.
 template <typename Done>
 inline void packed_times_rows(const std::uint8_t* weight, std::int64_t rows, std::int64_t columns,
                               const float* x, std::int64_t tokens, Done&& done) {
-  for (std::int64_t first = 0; first < tokens; first += kDotTokens) {
-    with_token_count<kDotTokens>(tokens - first, [&](auto count) {
+  for (std::int64_t first = 0; first < tokens; first += kPackedTokens) {
+    with_token_count<kPackedTokens>(tokens - first, [&](auto count) {
       packed_times_tokens<decltype(count)::value>(
           weight, rows, columns, x + first * packed_x_floats(columns),
           [&](std::int64_t row, int token, float sum) { done(row, first + token, sum); });
@@ -343,6 +372,116 @@ inline void arrange_packed_rows(const float* from, std::int64_t tokens, std::int
     arrange_packed_x(from + m * columns, columns, to + m * packed_x_floats(columns));
   }
 }
+
+#if defined(__AVX512BF16__)
+// ---- The same with x rounded to bfloat16, which multiplies pairs -----------------------------
+
+// Elements of a row of x in that form; the first behind the columns holds the shift.
+constexpr std::int64_t packed_pair_elements(std::int64_t columns) { return columns + 32; }
+
+// Scales, rounds and arranges one row: quarter by quarter, in the order of the unpack instructions.
+inline void arrange_packed_pairs(const float* from, std::int64_t columns, std::uint16_t* to) {
+  const int shift = packed_x_shift(from, columns);
+  const __m512 scale =
+      _mm512_set1_ps(float_from_bits(static_cast<std::uint32_t>(shift + 127) << 23));
+  const auto rounded = [&](const float* at) {
+    const __m512 low = _mm512_mul_ps(_mm512_loadu_ps(at), scale);
+    const __m512 high = _mm512_mul_ps(_mm512_loadu_ps(at + 16), scale);
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  };
+  const __m512i even = _mm512_setr_epi64(0, 1, 4, 5, 8, 9, 12, 13);
+  const __m512i odd = _mm512_setr_epi64(2, 3, 6, 7, 10, 11, 14, 15);
+  for (std::int64_t c = 0; c < columns; c += 64) {
+    const __m512i first = rounded(from + c), second = rounded(from + c + 32);
+    _mm512_storeu_si512(to + c, _mm512_permutex2var_epi64(first, even, second));
+    _mm512_storeu_si512(to + c + 32, _mm512_permutex2var_epi64(first, odd, second));
+  }
+  to[columns] = static_cast<std::uint16_t>(static_cast<std::int16_t>(shift));
+}
+
+inline std::int64_t packed_pair_position(std::int64_t column) {
+  const std::int64_t within = column % 64;
+  return column - within + within % 16 / 8 * 32 + within / 16 * 8 + within % 8;
+}
+
+template <int kQuarter, int kRows, int kTokens>
+inline void multiply_pair_quarter(const std::uint8_t* const (&rows)[kRows], std::int64_t at,
+                                  std::int64_t ahead, const std::uint16_t* x, std::int64_t x_stride,
+                                  __m512 (&sums)[kRows][kTokens]) {
+  const __m512i mask = _mm512_set1_epi16(static_cast<short>(kPackedBits));
+  fetch_quarter<kQuarter>(rows, at + ahead);
+  __m512bh left[kRows];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+    left[r] = (__m512bh)_mm512_and_si512(packed_words<kQuarter>(rows[r] + at), mask);
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < kTokens; ++m) {
+    const auto right = (__m512bh)_mm512_loadu_si512(x + m * x_stride + 32 * kQuarter);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) sums[r][m] = _mm512_dpbf16_ps(sums[r][m], left[r], right);
+  }
+}
+
+template <int kRows, int kTokens>
+inline void packed_dot_pair_rows(const std::uint8_t* const (&rows)[kRows], std::int64_t ahead,
+                                 const std::uint16_t* x, std::int64_t columns,
+                                 float (&sums)[kRows][kTokens]) {
+  const std::int64_t stride = packed_pair_elements(columns);
+  __m512 partial[kRows][kTokens];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int m = 0; m < kTokens; ++m) partial[r][m] = _mm512_setzero_ps();
+  }
+  std::int64_t at = 0;
+  for (std::int64_t column = 0; column < columns; column += kPackedBlock) {
+    multiply_pair_quarter<0>(rows, at, ahead, x + column, stride, partial);
+    multiply_pair_quarter<1>(rows, at, ahead, x + column, stride, partial);
+    multiply_pair_quarter<2>(rows, at, ahead, x + column, stride, partial);
+    multiply_pair_quarter<3>(rows, at, ahead, x + column, stride, partial);
+    at += kPackedBlockBytes;
+  }
+  for (int r = 0; r < kRows; ++r) {
+    prefetch_far(rows[r] + at + ahead);
+    const PackedTrailer trailer(rows[r], columns);
+    for (int m = 0; m < kTokens; ++m) {
+      const std::uint16_t* row = x + m * stride;
+      const int shift = static_cast<std::int16_t>(row[columns]);
+      sums[r][m] = packed_sum(
+          trailer, trailer.base(), shift, _mm512_reduce_add_ps(partial[r][m]),
+          [&](std::int64_t column) { return float_from_bf16(row[packed_pair_position(column)]); });
+    }
+  }
+}
+
+// As packed_times_rows, for up to kPairTokens rounded rows of x.
+template <typename Done>
+inline void packed_times_pairs(const std::uint8_t* weight, std::int64_t rows, std::int64_t columns,
+                               const std::uint16_t* x, std::int64_t tokens, Done&& done) {
+  with_token_count<kPairTokens>(tokens, [&](auto count) {
+    constexpr int kTokens = decltype(count)::value;
+    constexpr int kRows = kTokens <= 5 ? 4 : 2;
+    const std::int64_t row_bytes = packed_row_bytes(columns);
+    std::int64_t row = 0;
+    for (; row + kRows <= rows; row += kRows) {
+      const std::uint8_t* side_by_side[kRows];
+      for (int r = 0; r < kRows; ++r) side_by_side[r] = weight + (row + r) * row_bytes;
+      float sums[kRows][kTokens];
+      packed_dot_pair_rows(side_by_side, kRows * row_bytes, x, columns, sums);
+      for (int r = 0; r < kRows; ++r) {
+        for (int m = 0; m < kTokens; ++m) done(row + r, m, sums[r][m]);
+      }
+    }
+    for (; row < rows; ++row) {
+      const std::uint8_t* const alone[1] = {weight + row * row_bytes};
+      float sums[1][kTokens];
+      packed_dot_pair_rows(alone, row_bytes, x, columns, sums);
+      for (int m = 0; m < kTokens; ++m) done(row, m, sums[0][m]);
+    }
+  });
+}
+#endif
 
 }  // namespace HYBRIDGE_ISA
 }  // namespace hybridge

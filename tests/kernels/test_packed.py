@@ -40,7 +40,7 @@ def awkward(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     return bf16(values)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 17, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 8, 9, 17, 40])
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 128), (37, 256), (16, 640), (300, 384)])
 def test_linear_matches_float64(level, rng, rows, outputs, inputs):
     x = rng.standard_normal((rows, inputs)).astype(np.float32)
@@ -104,11 +104,11 @@ def test_rows_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("full_gate", [True, False])
-@pytest.mark.parametrize("sequences", [1, 3, 6])
+@pytest.mark.parametrize("sequences", [1, 3, 6, 11])
 def test_kda_decode_equals_that_of_bfloat16(level, rng, full_gate, sequences):
     slots = rng.permutation(sequences + 1)[:sequences].tolist()
     arrays = test_kda_layer.decode_inputs(
-        rng, [0, 4, 2, 1, 0, 9][:sequences], slots, heads=4, width=32, hidden=256, rank=8,
+        rng, ([0, 4, 2, 1, 0, 9] * 2)[:sequences], slots, heads=4, width=32, hidden=256, rank=8,
         full_gate=full_gate, weights=BFLOAT16,
     )  # fmt: skip
     twins = {name: None if a is None else a.copy() for name, a in arrays.items()}
