@@ -9,7 +9,7 @@ import pytest
 
 from golden_data import FOLDER
 from hybridge.artifacts.artifact import open_artifact
-from hybridge.artifacts.errors import CompileError
+from hybridge.artifacts.errors import CompileError, UsageError
 from hybridge.commands.report import artifact_document, read_passes
 from hybridge.compiler import compile_model
 from hybridge.compiler.targets.ascend.options import AscendOptions
