@@ -26,8 +26,8 @@ constexpr std::int64_t kPackedExceptions = 15;
 // Rows of x that share one unpacking of the weights.
 constexpr int kPackedTokens = 8;
 
-// One fetch of a packed row's bytes serves many rows: the memory keeps up best with long tasks, of
-// which the last rows fetch what another task reads (half a megabyte: measured).
+// Bytes of weight in a task: the last rows of one fetch ahead what another task may read, so few
+// long tasks waste less than many short ones (measured).
 constexpr std::int64_t kPackedTaskBytes = 512 << 10;
 
 constexpr std::int64_t packed_row_bytes(std::int64_t columns) {

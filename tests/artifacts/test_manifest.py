@@ -58,7 +58,7 @@ def changed(path: str, value: Any) -> bytes:
         ("states/0/kind", "kv", "none of latent"),
         ("states/0/shape", ["pages", 1], "known are blocks"),
         ("states/0/dtype", "float7", "unknown element type"),
-        ("weights_policy", "guess", "none of reference, copy, none"),
+        ("weights_policy", "guess", "none of reference, copy, packed, none"),
         ("phases/decode/graph", "graphs/other.onnx", "not in its list of files"),
         ("phases/decode/inputs", {}, "must be a list"),
         ("phases/decode/buckets", [{"T": 0}], "at least 1"),
