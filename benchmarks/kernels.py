@@ -66,13 +66,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/kernels.json"))
     options = parser.parse_args()
     found = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for each in rows(options.turns, options.only):
         found.append(each)
         print(f"  {each['name']}: {each['ours_ms']:.3f} ms", flush=True)
+        options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(table("kernel", found))
     print(markdown("kernel", found))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -312,12 +312,13 @@ def attn_res(rng: np.random.Generator) -> Iterator[Case]:
         arrays = {
             "prefix": values[0],
             "query": queries[0],
-            "numerator": numerator[0].numpy(),
-            "logit_max": top[0].numpy(),
-            "exp_sum": total[0].numpy(),
+            "numerator": numerator.numpy(),
+            "logit_max": top.numpy(),
+            "exp_sum": total.numpy(),
         }
-        ours = Kernel("AttnResUpdate", arrays, {"output": None}, eps=EPS)
-        p, u, n, m, s = (as_torch(a) for a in arrays.values())
+        ours = Kernel("AttnResUpdate", arrays, {"output": None}, site=0, eps=EPS)
+        p, u = (as_torch(arrays[name]) for name in ("prefix", "query"))
+        n, m, s = numerator[0], top[0], total[0]
 
         def update(p=p, u=u, n=n, m=m, s=s):  # type: ignore[no-untyped-def]
             score = (p @ u) * torch.rsqrt(p.square().mean(-1) + EPS)
@@ -328,7 +329,5 @@ def attn_res(rng: np.random.Generator) -> Iterator[Case]:
 
         yield Case(f"attn_res_update T={tokens}", ours, {"eager": update}, size * 3, 0, fp32=True)
 
-
-# ---- Everything -----------------------------------------------------------------------------------
 
 GROUPS = (kda_recurrence, kda_prefill, kda_decode, moe_route, moe_experts, attn_res)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
 from cost import cache_bytes, prefill_operations, weight_bytes
+from hybridge.artifacts.weights import read_weights
 from hybridge.compiler import compile_model
 from hybridge.models.config import ModelConfig, load_config
 from hybridge.models.new_checkpoint import write_checkpoint
@@ -29,6 +30,7 @@ from whole_model import Compiled, Eager, Inductor, Side, forget
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESET = "kimi-k3.1-bench"
+BASELINES = ("torch", "aoti", "fp32", "onnx")
 BATCHES = (1, 8)
 CONTEXTS = (1024, 16384, 65536)
 PREFILL_TOKENS = 4096
@@ -41,43 +43,60 @@ class Bench:
     Args:
         checkpoint: bf16 weights of the benchmark model's shape.
         folder: for artifacts and packages; kept between runs.
+        baselines: names of groups, of BASELINES.
     """
 
-    def __init__(self, checkpoint: Path, folder: Path) -> None:
-        self.checkpoint, self.folder = checkpoint, folder
+    def __init__(self, checkpoint: Path, folder: Path, baselines: Sequence[str]) -> None:
+        self.checkpoint, self.folder, self.baselines = checkpoint, folder, baselines
         self.config = load_config(checkpoint)
         self.probes = Probes()
         artifact = folder / "artifact"
         compile_model(checkpoint, artifact, activations="bfloat16", overwrite=True)
         self.ours = Compiled("ours", artifact)
+        self._artifact = artifact
 
     def groups(self) -> Iterator[list[Side]]:
-        """Baselines that fit in memory together."""
-        bf16 = torch.bfloat16
-        yield [Eager(self.checkpoint, bf16), Inductor(self.checkpoint, bf16)]
-        yield [Inductor(self.checkpoint, bf16, package=self.folder / "aoti.pt2")]
-        yield [Eager(self.checkpoint, torch.float32)]
-        yield [self._plain_onnx()]
+        """Baselines that fit in memory together, those that were asked for."""
+        bf16, fp32, checkpoint = torch.bfloat16, torch.float32, self.checkpoint
+        package = self.folder / "aoti.pt2"
+        makers: dict[str, Callable[[], list[Side]]] = {
+            "torch": lambda: [Eager(checkpoint, bf16), Inductor(checkpoint, bf16)],
+            "aoti": lambda: [Inductor(checkpoint, bf16, package=package)],
+            "fp32": lambda: [Eager(checkpoint, fp32)],
+            "onnx": lambda: [self._plain_onnx()],
+        }
+        for name in self.baselines:
+            yield makers[name]()
 
     def decode(self) -> list[Row]:
-        """Every batch and context."""
+        """Every batch and context, with weights as they are shipped and packed (`--weights packed`)."""
         cases = [(rows, context) for rows in BATCHES for context in CONTEXTS]
         found = {case: _Measured() for case in cases}
+        artifact = self.folder / "packed"
+        compile_model(
+            self.checkpoint, artifact, activations="bfloat16", weights="packed", overwrite=True
+        )
+        packed = Compiled("packed", artifact)
+        share = _stored_bytes(artifact) / _stored_bytes(self._artifact)
         for sides in self.groups():
             for rows, context in cases:
                 steps = {side.name: side.decode(rows, context) for side in sides}
                 steps |= {"ours": self.ours.decode(rows, context), "read": self.probes.read}
+                steps |= {"packed": packed.decode(rows, context)}
                 found[rows, context].add(_turns(steps, DECODE_TURNS))
                 steps.clear()
                 print(f"  decode {rows} x {context}: {found[rows, context].last}", flush=True)
             sides.clear()
             forget()
-        return [
-            each.row(
-                f"decode, batch {rows}, context {context}", self._decode_floor(each, rows, context)
+        made = []
+        for (rows, context), each in found.items():
+            name, floor = (
+                f"decode, batch {rows}, context {context}",
+                self._decode_floor(each, rows, context),
             )
-            for (rows, context), each in found.items()
-        ]
+            made.append(each.row(name, floor))
+            made.append(each.row(f"{name}, packed weights", floor * share, "packed"))
+        return made
 
     def prefill(self) -> list[Row]:
         """One prompt."""
@@ -147,20 +166,25 @@ class _Measured:
     def last(self) -> str:
         return ", ".join(f"{name} {ms:.1f}" for name, ms in self._groups[-1].items())
 
-    def row(self, name: str, floor_ms: float) -> Row:
-        """Ours as in the first group; every other baseline as if ours had taken as long in its group."""
-        ours = self.first["ours"]
+    def row(self, name: str, floor_ms: float, side: str = "ours") -> Row:
+        """A side as in the first group; every baseline as if that side had taken as long in its group."""
+        ours = self.first[side]
         baselines = {
-            each: ms * ours / times["ours"]
+            each: ms * ours / times[side]
             for times in self._groups
             for each, ms in times.items()
-            if each not in ("ours", "read", "multiply")
+            if each not in ("ours", "packed", "read", "multiply")
         }
         return row(name, ours, baselines, floor_ms)
 
 
 def _turns(steps: dict[str, Step], turns: int, warm: int = 1) -> dict[str, float]:
     return take_turns(steps, turns, warm)
+
+
+def _stored_bytes(artifact: Path) -> int:
+    """Bytes of all weights that an artifact's graphs read."""
+    return sum(entry.length for entry in read_weights(artifact / "weights.json").values())
 
 
 def _widen(source: Path, target: Path) -> None:
@@ -179,11 +203,13 @@ def _widen(source: Path, target: Path) -> None:
             (target / path.name).write_bytes(path.read_bytes())
 
 
-def measure(checkpoint: Path, folder: Path, only: Sequence[str]) -> list[Row]:
+def measure(
+    checkpoint: Path, folder: Path, only: Sequence[str], baselines: Sequence[str]
+) -> list[Row]:
     """The rows of the chosen parts."""
     # Inductor freezes weights only where no gradient is asked for.
     torch.set_grad_enabled(False)
-    bench = Bench(checkpoint, folder)
+    bench = Bench(checkpoint, folder, baselines)
     parts = {"decode": bench.decode, "prefill": bench.prefill, "experts": bench.experts}
     return [each for name in only for each in parts[name]()]
 
@@ -194,13 +220,14 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="the benchmark model; made if left out")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument("--only", nargs="+", default=["decode", "prefill", "experts"])
+    parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=BASELINES)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench.json")
     options = parser.parse_args()
     checkpoint = options.checkpoint or options.folder / "checkpoint"
     if not checkpoint.exists():
         write_checkpoint(preset(PRESET), checkpoint, progress=print)
     options.folder.mkdir(parents=True, exist_ok=True)
-    rows = measure(checkpoint, options.folder, options.only)
+    rows = measure(checkpoint, options.folder, options.only, options.baselines)
     print(table(PRESET, rows))
     print(markdown(PRESET, rows))
     options.out.parent.mkdir(parents=True, exist_ok=True)
