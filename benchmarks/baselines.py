@@ -76,7 +76,7 @@ experts_loop = torch.library.custom_op("baseline::experts_loop", _experts_loop, 
 experts_loop.register_fake(lambda x, *_: torch.empty_like(x))
 
 
-def _recurrence(
+def chunked_recurrence(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -124,7 +124,7 @@ def _kda_recurrence(
     """One sequence whose length is a multiple of the chunk: all that the benchmark asks for."""
     slot = int(state_slot[0])
     memory = state[slot] if int(context_len[0]) else torch.zeros_like(state[slot])
-    output, new = _recurrence(query, key, value, log_decay, beta, memory)
+    output, new = chunked_recurrence(query, key, value, log_decay, beta, memory)
     state[slot] = new.to(state.dtype)
     return output.to(value.dtype)
 

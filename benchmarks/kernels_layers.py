@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from baselines import chunked_recurrence
 from kernel_session import Arrays, Case, Kernel, as_torch, bf16, i32
 
 HIDDEN, HEADS, WIDTH, RANK = 2048, 16, 128, 128
@@ -16,30 +17,6 @@ EPS = 1e-5
 
 
 # ---- KDA ------------------------------------------------------------------------------------------
-
-
-def kda_chunked(q, k, v, g, beta, state, chunk=16):  # type: ignore[no-untyped-def]
-    """spec MODELS.md 3.2 in batched PyTorch; the decay is bounded below, so exp(-G) is finite."""
-    tokens, heads, width = q.shape
-    split = lambda x: x.view(tokens // chunk, chunk, heads, -1).permute(0, 2, 1, 3)  # noqa: E731
-    q, k, v, g = split(q), split(k), split(v), split(g)
-    beta = beta.view(tokens // chunk, chunk, heads).permute(0, 2, 1)[..., None]
-    cumulative = g.cumsum(2)
-    lead, inverse = cumulative.exp(), (-cumulative).exp()
-    last = cumulative[:, :, -1:]
-    inner = (beta * ((k * lead) @ (k * inverse).mT)).tril(-1)
-    eye = torch.eye(chunk)
-    solved = torch.linalg.solve_triangular(eye + inner, beta * torch.cat([v, k * lead], -1),
-                                           upper=False, unitriangular=True)  # fmt: skip
-    new, weighted = solved[..., :width], solved[..., width:]
-    attention = ((q * lead) @ (k * inverse).mT).tril()
-    ends = k * (last - cumulative).exp()
-    outputs = []
-    for c in range(tokens // chunk):
-        delta = new[c] - weighted[c] @ state
-        outputs.append((q * lead)[c] @ state + attention[c] @ delta)
-        state = last[c].exp().mT * state + ends[c].mT @ delta
-    return torch.stack(outputs), state
 
 
 def kda_inputs(rng: np.random.Generator, tokens: int) -> Arrays:
@@ -72,7 +49,7 @@ def kda_recurrence(rng: np.random.Generator) -> Iterator[Case]:
             return torch.einsum("hkv,hk->hv", memory, q[0]), memory
 
         def chunks(q=q, k=k, v=v, g=g, b=b, state=state):  # type: ignore[no-untyped-def]
-            return kda_chunked(q, k, v, g, b, state[0])
+            return chunked_recurrence(q, k, v, g, b, state[0])
 
         eager = step if tokens == 1 else chunks
         flops = 6.0 * tokens * HEADS * WIDTH * WIDTH
@@ -123,7 +100,9 @@ def kda_prefill(rng: np.random.Generator) -> Iterator[Case]:
                 for x in (mixed[:, 0], mixed[:, 1]))  # fmt: skip
         z = (t["gate"] + t["dt_bias"]).view(tokens, HEADS, WIDTH)
         g = -5.0 * torch.sigmoid(t["a_log"].exp()[:, None] * z)
-        return kda_chunked(q * WIDTH**-0.5, k, mixed[:, 2], g, t["beta"].sigmoid(), t["state"][0])
+        return chunked_recurrence(
+            q * WIDTH**-0.5, k, mixed[:, 2], g, t["beta"].sigmoid(), t["state"][0]
+        )
 
     flops = 6.0 * tokens * HEADS * WIDTH * WIDTH
     read = 4.0 * tokens * 5 * CHANNELS
