@@ -26,7 +26,7 @@ from hybridge.ir.cost import traced_bytes
 from hybridge.ir.derived import Recipe, apply_recipe
 from hybridge.ir.effects import Effects, has_effect, is_assertion, is_view, written_arguments
 from hybridge.ir.region import Region
-from hybridge.ir.signature import placeholders, value_of
+from hybridge.ir.signature import is_weight, placeholders, value_of
 
 
 class ModelShape(Protocol):
@@ -111,15 +111,17 @@ class Site:
     Args:
         anchor: the node that the site is named after.
         region: what would be replaced.
-        operands: role -> node that the new op reads; may be new views, made in `rewrite`.
-        attributes: the new op's attributes.
+        reads: what the new nodes read beside weights. Empty where these are the region's own inputs; a pass names
+            the values where the op takes what these inputs are made from.
+        earlier: read -> the node that reads it, for a read by a stage that several sites share and that lies before
+            this one.
         detail: whatever else the pass found out, for its own `check` and `rewrite`.
     """
 
     anchor: Node
     region: Region
-    operands: Mapping[str, Node] = field(default_factory=dict)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    reads: tuple[Node, ...] = ()
+    earlier: Mapping[Node, Node] = field(default_factory=dict)
     detail: Any = None
 
 
@@ -328,7 +330,7 @@ def hazard(site: Site, context: PassContext) -> Refusal | None:
             f"let {write.name} write a copy",
         )
     point = regions.insertion_point(region)
-    late = [node for node in region.inputs if not node < point]
+    late = [node for node in (*region.inputs, *site.reads) if not node < point]
     if late:
         return Refusal(
             anchor,
@@ -336,7 +338,7 @@ def hazard(site: Site, context: PassContext) -> Refusal | None:
             f"{point.name} uses an output before {late[0].name} is computed",
             f"use the output after {late[0].name}",
         )
-    return separated(anchor, region, point, context)
+    return _separated(site, point, context)
 
 
 def _write_to_outside(region: Region, context: PassContext) -> tuple[Node, Node] | None:
@@ -349,13 +351,13 @@ def _write_to_outside(region: Region, context: PassContext) -> tuple[Node, Node]
     return None
 
 
-def separated(anchor: str, region: Region, point: Node, context: PassContext) -> Refusal | None:
-    """Why what a region reads and writes cannot be read and written at `point` instead, or None."""
-    found = regions.conflict(region, point, context.effects)
+def _separated(site: Site, point: Node, context: PassContext) -> Refusal | None:
+    """Why the new nodes cannot read and write at `point` what is read and written before, or None."""
+    found = regions.conflict(site.region, point, context.effects, site.reads, site.earlier)
     if found is None:
         return None
     return Refusal(
-        anchor,
+        site.anchor.name,
         f"{found.kind} between",
         f"{found.other.name} {'writes' if found.kind == 'write' else 'reads'} {found.storage.name} "
         f"between {found.access.name} and {point.prev.name}",
@@ -373,6 +375,9 @@ def _apply(step: Pass, site: Site, context: PassContext) -> tuple[Match, int]:
     now = _written(rewriter.created, context)
     if set(now) != set(written) or len(now) > len(written):
         raise _broken(step, site, "writes other inputs than the region that it replaces")
+    unnamed = _unnamed_read(site, rewriter.created)
+    if unnamed is not None:
+        raise _broken(step, site, f"reads {unnamed.name}, which its site does not name")
     for old, new in replacements.items():
         _same_value(step, site, old, new)
         old.replace_all_uses_with(new)
@@ -403,6 +408,13 @@ def _written(nodes: Iterable[Node], context: PassContext) -> list[str]:
             owner.name for owner in context.effects.written_inputs(node) if owner not in inside
         ]
     return sorted(owners)
+
+
+def _unnamed_read(site: Site, created: Sequence[Node]) -> Node | None:
+    """A value that new nodes read, and that `hazard` could not look at."""
+    known = {*created, *(site.reads or site.region.inputs)}
+    read = (argument for node in created for argument in node.all_input_nodes)
+    return next((each for each in read if each not in known and not is_weight(each)), None)
 
 
 def _same_value(step: Pass, site: Site, old: Node, new: Node) -> None:

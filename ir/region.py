@@ -7,8 +7,9 @@ and its outputs. Nothing is assumed about how the maths in it is written.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.fx import Node
@@ -174,6 +175,19 @@ def insertion_point(region: Region) -> Node:
     return min([after, *users]) if after.op != "root" else min(users)
 
 
+def approach(region: Region, reads: Collection[Node], effects: Effects) -> list[Node]:
+    """The calls between `reads` and a region that is replaced by an op of them: the op does their work again."""
+    stop, found = {*reads, *region.nodes}, set()
+    pending = list(region.inputs)
+    while pending:
+        node = pending.pop()
+        if node in stop or node in found or node.op != "call_function" or is_size(node):
+            continue
+        found.add(node)
+        pending += [*node.all_input_nodes, *_local_writes(node, effects)]
+    return sorted(found)
+
+
 @dataclass(frozen=True)
 class Conflict:
     """A read or write of the region that another node's effect separates from the insertion point."""
@@ -184,24 +198,49 @@ class Conflict:
     kind: str
 
 
-def conflict(region: Region, point: Node, effects: Effects) -> Conflict | None:
-    """The first effect that forbids moving the region's accesses to `point`, or None.
+def conflict(
+    region: Region,
+    point: Node,
+    effects: Effects,
+    reads: Collection[Node] = (),
+    earlier: Mapping[Node, Node] = MappingProxyType({}),
+) -> Conflict | None:
+    """The first effect that forbids accessing at `point` what the region accesses where it is, or None.
 
     A read may not move over a write; a write may not move over a write or a read of the same storage.
+
+    Args:
+        region: its reads and writes move.
+        point: the node before which they would be.
+        effects: of the graph.
+        reads: what is read at `point`, if that is not the region's inputs: what these are made from.
+        earlier: value -> the node that reads it instead, before the region.
     """
     inside = set(region.nodes)
-    for node in region.nodes:
-        for argument in node.all_input_nodes:
-            if argument in inside:
-                continue
-            for write in effects.writes_to(argument):
-                if write not in inside and node < write < point:
-                    return Conflict(node, write, min(effects.roots(argument)), "write")
+    for access, value in _moved_reads(region, reads or region.inputs, earlier, effects):
+        for write in effects.writes_to(value):
+            if write not in inside and access <= write < point:
+                return Conflict(access, write, min(effects.roots(value)), "write")
     for write in region.writes:
         found = _read_between(write, point, inside, effects)
         if found is not None:
             return found
     return None
+
+
+def _moved_reads(
+    region: Region, reads: Collection[Node], earlier: Mapping[Node, Node], effects: Effects
+) -> Iterator[tuple[Node, Node]]:
+    """(the node that reads first, value) of what is read elsewhere than in the graph as it is."""
+    nodes = [*approach(region, reads, effects), *region.nodes]
+    made, read = set(nodes), set()
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            if argument not in made:
+                read.add(argument)
+                yield node, argument
+    yield from ((value, value) for value in reads if value not in read)
+    yield from ((reader, value) for value, reader in earlier.items())
 
 
 def _read_between(write: Node, point: Node, inside: set[Node], effects: Effects) -> Conflict | None:

@@ -99,17 +99,13 @@ class FuseAttnRes(Pass):
             if isinstance(site, Refusal):
                 yield site
             elif site is not None:
-                batch = batches.get(site.anchor)
-                yield Site(site.anchor, site.region, detail=(*site.detail, batch))
+                yield _in_batch(site, batches.get(site.anchor))
 
     def check(self, site: Site, context: PassContext) -> Refusal | None:
-        mix, verdict, batch = site.detail
-        if not verdict.holds:
-            refusal: Refusal = verdict.refusal(site.anchor, "attn_res_prepare and _update")
-            return refusal
-        if batch is None or batch.point is None:
+        verdict: Verdict = site.detail[1]
+        if verdict.holds:
             return None
-        return _frozen_is_written(site, mix, batch, context)
+        return verdict.refusal(site.anchor, "attn_res_prepare and _update")
 
     def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
         mix, _, batch = site.detail
@@ -278,19 +274,14 @@ def _group(sites: Sequence[Site]) -> dict[Node, Batch]:
     return min(groupings, key=lambda pair: pair[0])[1]
 
 
-def _frozen_is_written(site: Site, mix: Mix, batch: Batch, context: PassContext) -> Refusal | None:
-    """The batch reads the sources before this site does: nothing may write them in between."""
-    assert batch.point is not None
-    for source in batch.frozen:
-        write = context.effects.write_between(source, batch.point, site.anchor)
-        if write is not None:
-            return Refusal(
-                site.anchor.name,
-                "source written between",
-                f"{write.name} writes {source.name} between {batch.point.name} and {site.anchor.name}",
-                f"move {write.name} after {mix.end.name}",
-            )
-    return None
+def _in_batch(site: Site, batch: Batch | None) -> Site:
+    """The site with its batch, which may have read the frozen sources already, for sites before this one."""
+    mix: Mix = site.detail[0]
+    detail = (*site.detail, batch)
+    if batch is None or batch.point is None:
+        return Site(site.anchor, site.region, mix.sources, detail=detail)
+    earlier = dict.fromkeys(batch.frozen, batch.point)
+    return Site(site.anchor, site.region, (*mix.sources, *batch.statistics), earlier, detail)
 
 
 def _prepare(batch: Batch, rewriter: Rewriter) -> None:

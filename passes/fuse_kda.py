@@ -43,7 +43,6 @@ from hybridge.ir.pass_base import (
     Refusal,
     Rewriter,
     Site,
-    separated,
 )
 from hybridge.ir.pattern import (
     Leaves,
@@ -102,15 +101,8 @@ class FuseKda(Pass):
         if not verdict.holds:
             refusal: Refusal = verdict.refusal(site.anchor, op)
             return refusal
-        if not roles.found.decode:
-            return None
-        layer = _projections(roles)
-        if isinstance(layer, Refusal):
-            return layer
-        # The projections lie before the region, but the op reads their input where it runs.
-        before = _projecting(roles, layer)
-        point = regions.insertion_point(site.region)
-        return separated(site.anchor.name, before, point, context)
+        layer = _projections(roles) if roles.found.decode else None
+        return layer if isinstance(layer, Refusal) else None
 
     def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
         roles: Roles = site.detail[0]
@@ -143,7 +135,18 @@ def _site(context: PassContext, found: Found, decided: MetadataOnly) -> Site | R
             + (", the output gate and norm" if found.decode else ""),
             "compute the layer from plain projections of its input and constant weights",
         )
-    return Site(anchor, region, detail=best)
+    return Site(anchor, region, _reads(context, best[0]), detail=best)
+
+
+def _reads(context: PassContext, roles: Roles) -> tuple[Node, ...]:
+    """What the op reads: in decode the input of the layer's projections, which lie before the region."""
+    found, tables = roles.found, metadata(context.graph)
+    layer = _projections(roles) if found.decode else None
+    if isinstance(layer, Layer):
+        operands_read = [layer.x]
+    else:
+        operands_read = [node for each in roles.operands.values() for node in each.nodes]
+    return (*operands_read, found.conv_state, found.state, *(tables[name] for name in _TABLES))
 
 
 def _best(
@@ -423,15 +426,6 @@ def _projections(roles: Roles) -> Layer | Refusal:
         )
     second = None if first is output else output.weight
     return Layer(x, tuple(each.weight for each in every), gate.weight, second)
-
-
-def _projecting(roles: Roles, layer: Layer) -> regions.Region:
-    """What computes the layer's projections from its input."""
-    names = ("qkv", "gate", "beta", "output_gate")
-    values = [node for name in names for node in roles.operands[name].nodes]
-    weights = [weight for weight in (*layer.joined, layer.f_b, layer.g_b) if weight is not None]
-    nodes = regions.cone(values, {layer.x, *weights})
-    return regions.make_region(nodes, values)
 
 
 def joined_weight(weights: Sequence[Node], rewriter: Rewriter) -> Node:

@@ -137,7 +137,13 @@ def _site(context: PassContext, read: CacheRead, decided: MetadataOnly) -> Site 
             "score keys as sum_h weight[t, h] * relu(query[t, h] . key[s])",
         )
     region = regions.between(read.reads, [best[0].end], context.effects)
-    return Site(read.anchor, region, {}, {"top_k": best[0].top_k}, best)
+    return Site(read.anchor, region, _reads(context, best[0]), detail=best)
+
+
+def _reads(context: PassContext, roles: Roles) -> tuple[Node, ...]:
+    tables = metadata(context.graph)
+    given = (roles.query.node, roles.head_weights.node, roles.cache)
+    return (*given, *(tables[name] for name in _TABLES))
 
 
 def _best_proved(

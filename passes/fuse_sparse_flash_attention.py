@@ -188,7 +188,13 @@ def _site(
             "one kv_b weight (or one each for keys and values)",
         )
     region = regions.between(read.reads, [best[0].end], context.effects)
-    return Site(read.anchor, region, {}, {}, best)
+    return Site(read.anchor, region, _reads(context, best[0]), detail=best)
+
+
+def _reads(context: PassContext, roles: Roles) -> tuple[Node, ...]:
+    chosen = [] if roles.positions is None else [roles.positions]
+    tables = metadata(context.graph)
+    return (*roles.form.nodes, roles.cache, *chosen, *(tables[name] for name in _TABLES))
 
 
 def _ends(read: CacheRead) -> list[Node]:

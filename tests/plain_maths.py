@@ -6,6 +6,7 @@ wrong in one way: a near miss, which no pass may fuse.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,15 @@ def export(module: nn.Module, phase: str, inputs: dict[str, Tensor]) -> GraphMod
     mark_weights(gm, names)
     gm.meta["values"] = dict(module.state_dict())
     return gm
+
+
+def copied(original: GraphModule) -> GraphModule:
+    """A graph like one that `export` made, to be changed."""
+    result = copy.deepcopy(original)
+    for old, new in zip(original.graph.nodes, result.graph.nodes, strict=True):
+        new.meta = dict(old.meta)
+    result.meta = dict(original.meta)
+    return result
 
 
 def batch(phase: str, padding: int = 2) -> Batch:

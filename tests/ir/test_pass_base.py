@@ -96,6 +96,65 @@ def test_a_rewrite_that_breaks_a_promise_fails_the_build(make: Any, what: str) -
     assert what in str(caught.value)
 
 
+class Rotated(nn.Module):
+    """A region after a call that a fused op does again; `written` tells what is written in between."""
+
+    def __init__(self, written: str = "") -> None:
+        super().__init__()
+        self.written = written
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        negative = x.neg()
+        if self.written == "y":
+            y.mul_(2)
+        elif self.written:
+            x[:, :1].mul_(2)
+        return (negative + 5).relu(), y * 1.5
+
+
+class MergeFromX(Merge):
+    """The new nodes read x, which the region's input is made from."""
+
+    def __init__(self, names: bool = True) -> None:
+        super().__init__(good)
+        self.names = names
+
+    def pattern(self, context: PassContext) -> Iterable[Site | Refusal]:
+        (x,) = (node for node in context.graph.nodes if node.name == "x")
+        for site in super().pattern(context):
+            assert isinstance(site, Site)
+            yield Site(site.anchor, site.region, (x,) if self.names else (), detail=x)
+
+    def rewrite(self, site: Site, rewriter: Rewriter) -> Mapping[Node, Node]:
+        return {site.anchor: good(rewriter, rewriter.call(aten.neg.default, site.detail))}
+
+
+XY = {"x": torch.randn(5, 3), "y": torch.randn(5, 3)}
+
+
+@pytest.mark.parametrize("written", ["", "y"])
+def test_an_op_may_read_what_its_region_is_made_from(written: str) -> None:
+    gm = export(Rotated(written), "prefill", XY)
+    before = evaluate(gm, XY)
+    assert apply(MergeFromX(), gm, "prefill").matches
+    assert [op_name(node) for node in gm.graph.nodes].count("aten::neg") == 1
+    for old, new in zip(before, evaluate(gm, XY), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_not_if_that_is_written_before_the_op_would_read_it() -> None:
+    gm = export(Rotated("a view of x"), "prefill", XY)
+    (refusal,) = apply(MergeFromX(), gm, "prefill").refusals
+    assert refusal.rule == "write between"
+    assert refusal.reason == "mul_ writes x between neg and relu"
+
+
+def test_a_read_that_the_site_does_not_name_fails_the_build() -> None:
+    gm = export(Rotated(), "prefill", XY)
+    with pytest.raises(CompileError, match="reads x, which its site does not name"):
+        apply(MergeFromX(names=False), gm, "prefill")
+
+
 def test_text_is_the_same_for_equal_graphs() -> None:
     first, second = (export(Once(), "prefill", X) for _ in range(2))
     assert graph_text(first.graph) == graph_text(second.graph)

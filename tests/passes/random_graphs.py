@@ -9,7 +9,6 @@ Results are compared in fp64, so that nothing has to be forgiven as rounding.
 from __future__ import annotations
 
 import argparse
-import copy
 import multiprocessing
 import random
 import sys
@@ -47,6 +46,7 @@ from plain_maths import (
     PlainMix,
     PlainResiduals,
     batch,
+    copied,
     export,
 )
 
@@ -259,14 +259,6 @@ def composed(place: int) -> tuple[str, GraphModule]:
     return phase, export(module, phase, inputs_for(phase))
 
 
-def copied(original: GraphModule) -> GraphModule:
-    result = copy.deepcopy(original)
-    for old, new in zip(original.graph.nodes, result.graph.nodes, strict=True):
-        new.meta = dict(old.meta)
-    result.meta = dict(original.meta)
-    return result
-
-
 # ---- Noise ----------------------------------------------------------------------------------------
 
 
@@ -278,7 +270,15 @@ class Noise:
         self.kinds: list[str] = []
 
     def add(self) -> None:
-        every = ("round_trip", "round_trip", "cast", "second_user", "write", "constant")
+        every = (
+            "round_trip",
+            "round_trip",
+            "cast",
+            "second_user",
+            "write",
+            "new_table",
+            "constant",
+        )
         kind = self.choose.choice(every)
         self.kinds.append(kind)
         getattr(self, f"_{kind}")()
@@ -345,6 +345,13 @@ class Noise:
             own = (node for node in self._floats() if _may_write(node, where, effects))
             values = list(own) or values
         self._call(where, aten.mul_.Tensor, self.choose.choice(values), 0.5)
+
+    def _new_table(self) -> None:
+        """From somewhere on the batch is another one: no tokens before, or every page the first."""
+        body = [node for node in self.gm.graph.nodes if node.op == "call_function"]
+        names = ("context_len", "block_table")
+        tables = [node for node in self.gm.graph.nodes if node.name in names]
+        self._call(self.choose.choice(body), aten.zero_.default, self.choose.choice(tables))
 
     def _constant(self) -> None:
         """A number in the maths is another one."""
