@@ -18,7 +18,7 @@ from hybridge.ir.cost import bytes_moved
 from hybridge.ir.derived import materialise
 from hybridge.ir.pass_base import ModelShape, Pass, PassContext, PassResult, run_pass
 from hybridge.ir.signature import mark_weights, weight_name
-from hybridge.ir.spec import require_valid
+from hybridge.ir.spec import FOR_TARGETS, require_model, require_valid
 from hybridge.ir.text import module_text
 from hybridge.passes.canonicalise import Canonicalise
 from hybridge.passes.fuse_attn_res import FuseAttnRes
@@ -130,7 +130,7 @@ def run_pipeline(
     chosen = {step.name for step in steps}
     if weights:
         mark_weights(graph_module, dict(weights))
-    require_valid(graph_module, "trace")
+    require_model(graph_module, "trace")
     dumps = _Dumps(keep_dumps, dump_dir)
     dumps.add("trace", graph_module)
     if check and check_inputs is None:
@@ -161,6 +161,7 @@ def run_pipeline(
         if on_step is not None:
             on_step(result)
         _logger.debug("%s %s: %d matches", phase, step.name, len(result.matches))
+    require_model(graph_module, "after all passes", FOR_TARGETS)
     return PipelineReport(phase, tuple(results), dumps.texts)
 
 

@@ -1,9 +1,9 @@
-"""The validity table: what every graph must be, before the first pass and after each one."""
+"""The validity table: what every graph must be, before the first pass and after each one, and what targets need."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +24,13 @@ class Rule:
     Args:
         name: in messages. why: what goes wrong otherwise.
         violations: says what breaks the rule, one text a violation.
+        remedy: what the author of a model can do; empty where only a pass can break the rule.
     """
 
     name: str
     why: str
     violations: Callable[[GraphModule], Iterator[str]]
+    remedy: str = ""
 
 
 def _metadata(gm: GraphModule) -> Iterator[str]:
@@ -64,15 +66,30 @@ def _dangling(gm: GraphModule) -> Iterator[str]:
                 yield f"{node.name} is used by {user.name}, which is not in the graph"
 
 
-def _one_writer(gm: GraphModule) -> Iterator[str]:
+def _writes(gm: GraphModule) -> dict[Node, list[tuple[Node, Node]]]:
+    """Input of the graph -> (vocabulary op, argument through which it writes) of each write, in order."""
     effects = Effects(gm.graph)
-    writers: Counter[Node] = Counter()
+    found: dict[Node, list[tuple[Node, Node]]] = {}
     for node in gm.graph.nodes:
-        if op_name(node).startswith("hybridge::"):
-            writers.update(owner for owner in effects.written_inputs(node))
-    for owner, count in writers.items():
-        if owner.op == "placeholder" and count > 1:
-            yield f"{owner.name} is written by {count} vocabulary ops"
+        for argument in written_arguments(node) if op_name(node).startswith("hybridge::") else ():
+            for owner in effects.roots(argument):
+                if owner.op == "placeholder":
+                    found.setdefault(owner, []).append((node, argument))
+    return found
+
+
+def _one_writer(gm: GraphModule) -> Iterator[str]:
+    for owner, writes in _writes(gm).items():
+        if len(writes) > 1 and any(argument is owner for _, argument in writes):
+            yield f"{owner.name} is written by {len(writes)} vocabulary ops"
+
+
+def _whole_writes(gm: GraphModule) -> Iterator[str]:
+    for owner, writes in _writes(gm).items():
+        if all(argument is owner for _, argument in writes):
+            continue
+        names = ", ".join(node.name for node, _ in writes)
+        yield f"{owner.name} is written in parts, by {names}"
 
 
 def _weights_constant(gm: GraphModule) -> Iterator[str]:
@@ -109,8 +126,12 @@ TABLE: tuple[Rule, ...] = (
     Rule("no dangling users", "an erased node would still be read", _dangling),
     Rule("shapes recorded", "later passes and targets size buffers by them", _metadata),
     Rule("known ops", "a target can only lower what has a schema", _known_ops),
+    # Parts of a cache may be written one by one: a fusion may make one write of them.
     Rule(
-        "one writer a cache", "two writes to one cache have no safe order on streams", _one_writer
+        "one writer a cache",
+        "two writes to one cache have no safe order on streams",
+        _one_writer,
+        "write the cache once",
     ),
     Rule("weights are constant", "weights are mapped read-only", _weights_constant),
     Rule("unique inputs", "inputs are bound by name", _unique_names),
@@ -119,9 +140,20 @@ TABLE: tuple[Rule, ...] = (
 )
 
 
-def violations(gm: GraphModule) -> list[str]:
+#: What a graph must be after the last pass, beside the table.
+FOR_TARGETS: tuple[Rule, ...] = (
+    Rule(
+        "one writer a cache",
+        "a target hands a cache on as one value, or orders one write against its readers",
+        _whole_writes,
+        "join the parts and write the whole cache once; fuse_kda does so for the histories of q, k and v",
+    ),
+)
+
+
+def violations(gm: GraphModule, table: Sequence[Rule] = TABLE) -> list[str]:
     """Every violation of the table, as `rule: what`."""
-    return [f"{rule.name}: {what}" for rule in TABLE for what in rule.violations(gm)]
+    return [f"{rule.name}: {what}" for rule in table for what in rule.violations(gm)]
 
 
 def require_valid(gm: GraphModule, after: str) -> None:
@@ -140,3 +172,18 @@ def require_valid(gm: GraphModule, after: str) -> None:
             f"{after}: the graph is not valid: {shown}",
             f"this is a bug in {after}; compile without it and report it",
         )
+
+
+def require_model(gm: GraphModule, when: str, table: Sequence[Rule] = TABLE) -> None:
+    """Raise if a graph breaks a table by what the model does, not by a pass.
+
+    Args:
+        gm: the graph. when: for the message. table: the rules.
+
+    Raises:
+        CompileError: naming the first rule that is broken, why it is there, and its remedy.
+    """
+    for rule in table:
+        for what in rule.violations(gm):
+            remedy = rule.remedy or "report it with the model: the tracer makes no such graph"
+            raise CompileError(f"{when}: {rule.name}: {what}; {rule.why}", remedy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from hybridge.ir.pass_base import Pass, PassContext, PassResult, run_pass
 from hybridge.ir.signature import METADATA, PHASES, mark_weights, shape_of
 from hybridge.ir.text import graph_text
 from hybridge.models.config import load_config
-from plain_maths import calls
+from kda_graphs import PlainKda, inputs_of
+from plain_maths import calls, export
 
 FAMILIES = ("kimi-k3.1-tiny", "kimi-k3-tiny", "kimi-linear-tiny")
 CONFIGS = (*FAMILIES, "kimi-k3.1-tiny-mxfp4")
@@ -165,6 +167,48 @@ def test_sparse_attention_does_not_need_the_indexers_pass() -> None:
     config, gm = load_config(FOLDER / "kimi-k3.1-tiny"), traced_copy("kimi-k3.1-tiny", "prefill")
     run_pipeline(gm, "prefill", config, passes=["fuse_sparse_flash_attention"], proofs=PROOFS)
     assert Counter(calls(gm))["sparse_flash_attention"] == config.layer_kinds.count("dsa")
+
+
+@dataclass(frozen=True)
+class OneKdaLayer:
+    """The shape of a model that is one KDA layer and nothing else."""
+
+    layer_kinds: tuple[str, ...] = ("kda",)
+    attn_res_block_size: int | None = None
+    activation: str = "silu"
+
+    def is_moe_layer(self, layer: int) -> bool:
+        return False
+
+    def has_mlp(self, layer: int) -> bool:
+        return False
+
+
+LAYER_PASSES = ["canonicalise", "fuse_kda"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_cache_may_be_written_in_parts_that_a_pass_joins(phase: str) -> None:
+    inputs = inputs_of(phase)
+    gm = export(PlainKda(phase, form="three writes"), phase, inputs)
+    assert calls(gm).count("state_write") >= 3
+    values = {**gm.meta["values"], **inputs}
+    report = run_pipeline(
+        gm, phase, OneKdaLayer(), passes=LAYER_PASSES, check_inputs=values, proofs=PROOFS
+    )
+    assert calls(gm) == [f"kda_{phase}"]
+    assert report.results[-1].difference is not None
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_cache_that_stays_written_in_parts_is_refused(phase: str) -> None:
+    gm = export(PlainKda(phase, form="three writes"), phase, inputs_of(phase))
+    with pytest.raises(CompileError) as caught:
+        run_pipeline(gm, phase, OneKdaLayer(), passes=["canonicalise"], proofs=PROOFS)
+    message = str(caught.value)
+    assert "after all passes: one writer a cache: conv_state is written in parts, by " in message
+    assert "state_write, state_write_1, state_write_2" in message
+    assert "write the whole cache once" in message
 
 
 def test_dumps_are_numbered_by_step(tmp_path: Path) -> None:

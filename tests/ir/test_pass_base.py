@@ -14,7 +14,7 @@ from hybridge.artifacts.errors import CompileError
 from hybridge.ir.effects import op_name
 from hybridge.ir.pass_base import Pass, PassContext, Refusal, Rewriter, Site
 from hybridge.ir.region import make_region
-from hybridge.ir.spec import require_valid, violations
+from hybridge.ir.spec import require_model, require_valid, violations
 from hybridge.ir.text import graph_text, region_text
 from plain_maths import apply, evaluate, export
 
@@ -175,17 +175,29 @@ def test_the_validity_table_names_the_step() -> None:
 
 
 class WritesTwice(nn.Module):
+    """Once all of a cache, then all of it or a part."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.columns = columns
+
     def forward(self, x: Tensor, indexer_cache: Tensor, slot_mapping: Tensor) -> Tensor:
         torch.ops.hybridge.paged_write(indexer_cache, x, slot_mapping)
-        torch.ops.hybridge.paged_write(indexer_cache, x, slot_mapping)
+        part = indexer_cache if self.columns == 4 else indexer_cache[..., : self.columns]
+        torch.ops.hybridge.paged_write(part, x[..., : self.columns], slot_mapping)
         return x * 1.5
 
 
-def test_two_writers_of_one_cache_are_not_valid() -> None:
+@pytest.mark.parametrize("columns", [4, 2])
+def test_two_writers_of_one_cache_are_the_models_mistake(columns: int) -> None:
     inputs = {
         "x": torch.randn(3, 1, 4),
         "indexer_cache": torch.randn(4, 2, 1, 4),
         "slot_mapping": torch.arange(3, dtype=torch.int32),
     }
-    found = violations(export(WritesTwice(), "prefill", inputs))
-    assert found == ["one writer a cache: indexer_cache is written by 2 vocabulary ops"]
+    gm = export(WritesTwice(columns), "prefill", inputs)
+    what = "one writer a cache: indexer_cache is written by 2 vocabulary ops"
+    assert violations(gm) == [what]
+    with pytest.raises(CompileError, match=f"trace: {what}; two writes") as caught:
+        require_model(gm, "trace")
+    assert caught.value.remedy == "write the cache once"
