@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
 from hypothesis import settings
 
 import hybridge  # noqa: F401  (before any test imports torch, which torch-npu would break)
+from made_once import made_once
 
 # Shared machines stall: no example has a deadline. In CI the same examples run every time.
 settings.register_profile("default", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-
-
-def made_once(
-    factory: pytest.TempPathFactory, worker: str, name: str, make: Callable[[Path], object]
-) -> Path:
-    """A folder that the first of all test workers makes and the others wait for."""
-    base = factory.getbasetemp()
-    folder = (base if worker == "master" else base.parent) / name
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            make(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from hybridge.compiler.targets.ascend.options import AscendOptions
 from hybridge.models.config import DsaConfig, ModelConfig
 from hybridge.models.new_checkpoint import write_checkpoint
 from hybridge.models.presets import preset, scale
+from made_once import made_once
 
 BLOCK = 16
 
@@ -42,14 +43,39 @@ def legal_config(*, dtype: str = "bfloat16", mxfp4: bool = False) -> ModelConfig
 
 
 @pytest.fixture(scope="session")
-def legal_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of `legal_config`: "bfloat16", "float32" and "mxfp4"."""
-    folder = tmp_path_factory.mktemp("legal")
-    for name in ("bfloat16", "float32", "mxfp4"):
-        packed = name == "mxfp4"
-        config = legal_config(dtype="bfloat16" if packed else name, mxfp4=packed)
-        write_checkpoint(config, folder / name, seed=3)
-    return {name: folder / name for name in ("bfloat16", "float32", "mxfp4")}
+def legal_checkpoints(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> dict[str, Path]:
+    """Checkpoints of `legal_config`: "bfloat16", "float32", "mxfp4", and "short" of two KDA layers; read only."""
+    plain = legal_config()
+    configs = {
+        "bfloat16": plain,
+        "float32": legal_config(dtype="float32"),
+        "mxfp4": legal_config(mxfp4=True),
+        "short": scale(plain, layers=2),
+    }
+
+    def make(folder: Path) -> None:
+        for name, config in configs.items():
+            write_checkpoint(config, folder / name, seed=3)
+
+    folder = made_once(tmp_path_factory, worker_id, "legal", make)
+    return {name: folder / name for name in configs}
+
+
+@pytest.fixture(scope="session", params=["ascend-950", "ascend-a3"])
+def legal_artifact(
+    request: pytest.FixtureRequest,
+    legal_checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    worker_id: str,
+) -> Path:
+    """MXFP4 with every matrix as FRACTAL_NZ for 950, bf16 as it is the default for A3; read only."""
+    soc = request.param
+    checkpoint, nz = ("mxfp4", "all") if soc == "ascend-950" else ("bfloat16", "auto")
+
+    def make(folder: Path) -> None:
+        compile_legal(legal_checkpoints[checkpoint], folder, soc, nz=nz)
+
+    return made_once(tmp_path_factory, worker_id, f"legal-{soc}", make)
 
 
 def compile_legal(

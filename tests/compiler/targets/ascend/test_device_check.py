@@ -13,22 +13,12 @@ from hybridge.compiler.targets.ascend.device import environment, npu
 from hybridge.compiler.targets.ascend.device.check import run_check
 from hybridge.compiler.targets.ascend.device.loading import load, open_for_device
 
-from .conftest import compile_legal
 from .fake_device import FakeNpu
-
-CASES = [("ascend-950", "mxfp4", "all"), ("ascend-a3", "bfloat16", "auto")]
-
-
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0])
-def artifact(request, legal_checkpoints, tmp_path_factory):
-    soc, checkpoint, nz = request.param
-    out = tmp_path_factory.mktemp("device") / "art"
-    return compile_legal(legal_checkpoints[checkpoint], out, soc, nz=nz)
 
 
 @pytest.fixture(scope="module")
-def loaded(artifact):
-    return load(open_for_device(artifact))
+def loaded(legal_artifact):
+    return load(open_for_device(legal_artifact))
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +91,9 @@ def test_a_wrong_result_is_told(loaded, kind):
         report.raise_if_wrong()
 
 
-def test_graphs_of_another_artifact_are_refused(artifact, loaded, tmp_path):
+def test_graphs_of_another_artifact_are_refused(legal_artifact, loaded, tmp_path):
     copy = tmp_path / "copy"
-    shutil.copytree(artifact, copy)
+    shutil.copytree(legal_artifact, copy)
     plan = copy / "graphs/prefill_npu.json"
     plan.write_text(plan.read_text().replace("aten::add", "aten::sub", 1))
     with pytest.raises(ArtifactError, match=r"prefill_npu.json: (sha256|\d+ bytes)"):
@@ -115,9 +105,9 @@ def test_a_cpu_artifact_is_refused(tiny_artifact):
         open_for_device(tiny_artifact)
 
 
-def test_the_verb_on_a_machine_that_has_a_device(artifact, monkeypatch, capsys):
+def test_the_verb_on_a_machine_that_has_a_device(legal_artifact, monkeypatch, capsys):
     device = FakeNpu("Ascend950PR_fake")
-    if open_artifact(artifact).manifest.target == "ascend-a3":
+    if open_artifact(legal_artifact).manifest.target == "ascend-a3":
         device = FakeNpu("Ascend910_93xx_fake")
     found = tuple(
         environment.Need(name, wanted, found, ok=True)
@@ -129,45 +119,49 @@ def test_the_verb_on_a_machine_that_has_a_device(artifact, monkeypatch, capsys):
     )
     monkeypatch.setattr(environment, "look_around", lambda _: found)
     monkeypatch.setattr(npu, "NpuDevice", lambda: device)
-    assert cli.main(["device-check", str(artifact), "--quiet", "--repeats", "0"]) == 0
+    assert cli.main(["device-check", str(legal_artifact), "--quiet", "--repeats", "0"]) == 0
     output = capsys.readouterr().out
     assert "differs" in output
     assert "all 4 ok" in output
-    assert cli.main(["device-check", str(artifact), "--quiet", "--repeats", "0", "--json"]) == 0
+    assert (
+        cli.main(["device-check", str(legal_artifact), "--quiet", "--repeats", "0", "--json"]) == 0
+    )
     document = json.loads(capsys.readouterr().out)
     assert document["report"]["ok"]
     assert [each["verdict"] for each in document["needs"]] == ["ok", "differs", "ok", "differs"]
 
 
-def test_the_verb_on_a_device_of_another_generation(artifact, monkeypatch, capsys):
+def test_the_verb_on_a_device_of_another_generation(legal_artifact, monkeypatch, capsys):
     monkeypatch.setattr(environment, "look_around", lambda _: ())
     monkeypatch.setattr(npu, "NpuDevice", lambda: FakeNpu("Ascend310P3"))
-    assert cli.main(["device-check", str(artifact), "--quiet"]) == 8
+    assert cli.main(["device-check", str(legal_artifact), "--quiet"]) == 8
     captured = capsys.readouterr()
     assert "Ascend310P3" in captured.out
     assert "compile for the SoC of this device" in captured.err
 
 
-def test_the_verb_here_says_what_is_missing(artifact, capsys):
-    assert cli.main(["device-check", str(artifact), "--quiet"]) == 8
+def test_the_verb_here_says_what_is_missing(legal_artifact, capsys):
+    assert cli.main(["device-check", str(legal_artifact), "--quiet"]) == 8
     captured = capsys.readouterr()
     assert "missing" in captured.out
     for words in ("CANN: not found", "set_env.sh", "NPU: not found", "npu-smi info"):
         assert words in captured.err
     assert "Traceback" not in captured.err
-    assert cli.main(["device-check", str(artifact), "--quiet", "--json"]) == 8
+    assert cli.main(["device-check", str(legal_artifact), "--quiet", "--json"]) == 8
     document = json.loads(capsys.readouterr().out)
     assert document["report"] is None
     assert {each["name"] for each in document["needs"] if not each["ok"]} >= {"CANN", "NPU"}
 
 
-def test_verify_checks_the_files_and_says_where_numbers_are_checked(artifact, capsys, tmp_path):
-    assert cli.main(["verify", str(artifact), "--quiet"]) == 0
+def test_verify_checks_the_files_and_says_where_numbers_are_checked(
+    legal_artifact, capsys, tmp_path
+):
+    assert cli.main(["verify", str(legal_artifact), "--quiet"]) == 0
     assert "device-check" in capsys.readouterr().out
-    assert cli.main(["verify", str(artifact), "--quiet", "--json"]) == 0
+    assert cli.main(["verify", str(legal_artifact), "--quiet", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
     copy = tmp_path / "copy"
-    shutil.copytree(artifact, copy)
+    shutil.copytree(legal_artifact, copy)
     (shard,) = (copy / "weights").glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-100] ^= 1

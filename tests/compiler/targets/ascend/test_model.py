@@ -1,4 +1,7 @@
-"""A whole model of legal dimensions: lowered and run by the npu references, equal to eager."""
+"""A whole model of legal dimensions: lowered and run by the npu references, equal to eager.
+
+Graphs of fixed sizes, and of open ones: -1 in the protobuf, and equal to eager at any size.
+"""
 
 import dataclasses
 
@@ -7,12 +10,14 @@ import torch
 
 from hybridge.compiler.pipeline import run_pipeline
 from hybridge.compiler.reference import check_values
+from hybridge.compiler.targets.ascend import convert as ge
 from hybridge.compiler.targets.ascend import stand_in
+from hybridge.compiler.targets.ascend.device.graph_reader import read_graph
 from hybridge.compiler.targets.ascend.device_state import from_device, to_device
 from hybridge.compiler.targets.ascend.emit import emit_ascend
 from hybridge.compiler.targets.ascend.lowering import lower
 from hybridge.compiler.targets.ascend.lowerings.context import Bucket
-from hybridge.compiler.targets.ascend.options import AscendOptions
+from hybridge.compiler.targets.ascend.options import AscendOptions, parse_buckets
 from hybridge.compiler.targets.ascend.prepared_weights import apply_steps
 from hybridge.compiler.trace import trace
 from hybridge.ir.derived import materialise
@@ -20,8 +25,11 @@ from hybridge.models.config import DsaConfig
 from hybridge.models.model import HybridModel
 from hybridge.models.presets import preset, scale
 
+from .conftest import BLOCK
+
 pytestmark = pytest.mark.slow
-BLOCK = 16
+SOCS = ("ascend-950", "ascend-a3")
+BATCH = ("token_ids", "query_start", "context_len", "slot_mapping", "block_table", "state_slot")
 
 
 @pytest.fixture(scope="module")
@@ -62,34 +70,33 @@ def fused(config):
     return found
 
 
-def bucket_of(values, caches):
+def bucket_of(values, caches, **changes):
     paged = next(cache for cache in caches if cache.paged)
     state = next(cache for cache in caches if not cache.paged)
-    return Bucket(
-        tokens=len(values["token_ids"]),
-        sequences=len(values["context_len"]),
-        blocks=values[paged.name].shape[0],
-        block_size=BLOCK,
-        columns=values["block_table"].shape[1],
-        slots=values[state.name].shape[0],
-        logits=len(values["logits_index"]),
-    )
+    sizes = {
+        "tokens": len(values["token_ids"]),
+        "sequences": len(values["context_len"]),
+        "columns": values["block_table"].shape[1],
+        "logits": len(values["logits_index"]),
+    }
+    blocks, slots = values[paged.name].shape[0], values[state.name].shape[0]
+    return Bucket(blocks=blocks, block_size=BLOCK, slots=slots, **{**sizes, **changes})
 
 
-@pytest.mark.parametrize("soc", ["ascend-a3", "ascend-950"])
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_the_lowered_graph_equals_eager(config, model, fused, phase, soc):
-    traced = fused[phase]
-    values = check_values(model, phase, BLOCK)
-    lowered = lower(
+def lowered_for(soc, config, traced, bucket):
+    return lower(
         traced.graph_module,
         soc=soc,
-        phase=phase,
-        bucket=bucket_of(values, traced.caches),
+        phase=traced.phase,
+        bucket=bucket,
         caches=traced.caches,
         latent_width=config.kv_lora_rank,
         dtype=torch.float32,
     )
+
+
+def logits_like_eager(traced, model, lowered, values):
+    """Run by reference and compare with eager, logits and caches; the logits."""
     recipes = traced.graph_module.meta.get("derived_weights", {})
     device = {each.name: values[each.name] for each in lowered.batch}
     device |= {cache.name: to_device(cache, values[cache.cache]) for cache in lowered.caches}
@@ -101,11 +108,20 @@ def test_the_lowered_graph_equals_eager(config, model, fused, phase, soc):
 
     caches = {cache.name: values[cache.name].clone() for cache in traced.caches}
     batch = {each.name: values[each.name] for each in lowered.batch}
-    expected = model(phase, **batch, caches=caches)
+    expected = model(traced.phase, **batch, caches=caches)
     torch.testing.assert_close(logits, expected, rtol=2e-3, atol=2e-3)
     written = from_device(lowered.caches, device)
     for name, value in caches.items():
         torch.testing.assert_close(written[name], value, rtol=2e-3, atol=2e-3)
+    return logits
+
+
+@pytest.mark.parametrize("soc", SOCS)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_lowered_graph_equals_eager(config, model, fused, phase, soc):
+    traced, values = fused[phase], check_values(model, phase, BLOCK)
+    lowered = lowered_for(soc, config, traced, bucket_of(values, traced.caches))
+    logits_like_eager(traced, model, lowered, values)
     fusions = (
         "lightning_indexer",
         "sparse_flash_attention",
@@ -116,7 +132,38 @@ def test_the_lowered_graph_equals_eager(config, model, fused, phase, soc):
     assert all(lowered.sites[name] for name in fusions)
 
 
-@pytest.mark.parametrize("soc", ["ascend-a3", "ascend-950"])
+def first(values, sequences, columns):
+    """The batch of its first sequences only, over a block table of so many columns."""
+    tokens = int(values["query_start"][sequences])
+    wanted = values["logits_index"]
+    cut = {
+        "token_ids": values["token_ids"][:tokens],
+        "query_start": values["query_start"][: sequences + 1],
+        "context_len": values["context_len"][:sequences],
+        "slot_mapping": values["slot_mapping"][:tokens],
+        "block_table": values["block_table"][:sequences, :columns],
+        "state_slot": values["state_slot"][:sequences],
+        "logits_index": wanted[wanted < tokens],
+    }
+    return {**values, **cut}
+
+
+@pytest.mark.parametrize("soc", SOCS)
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_one_graph_of_open_sizes_equals_eager_at_every_size(config, model, fused, phase, soc):
+    traced, values = fused[phase], check_values(model, phase, BLOCK)
+    sizes = dict.fromkeys(("tokens", "sequences", "columns", "logits"), 7)
+    bucket = bucket_of(values, traced.caches, **sizes, dynamic=True)
+    lowered = lowered_for(soc, config, traced, bucket)
+    count, columns = values["block_table"].shape
+    logits = {
+        len(logits_like_eager(traced, model, lowered, first(values, n, columns)))
+        for n in (1, 2, count)
+    }
+    assert len(logits) > 1
+
+
+@pytest.mark.parametrize("soc", SOCS)
 def test_everything_is_emitted_and_counted(config, fused, soc):
     options = AscendOptions(
         soc=soc,
@@ -143,3 +190,57 @@ def test_everything_is_emitted_and_counted(config, fused, soc):
     compile(source, "decode_npugraph_ex.py", "exec")
     again = emit_ascend(list(fused.values()), config, options)
     assert again.files == emitted.files
+
+
+@pytest.fixture(scope="module", params=SOCS)
+def emitted_open(config, fused, request):
+    options = AscendOptions(
+        request.param,
+        **parse_buckets("decode=4/dynamic,prefill=dynamic,sequences=2,blocks=8,columns=2,slots=4"),
+        block_size=BLOCK,
+        convert=stand_in.find_wheel() is not None,
+    )
+    return emit_ascend(list(fused.values()), config, options)
+
+
+@pytest.mark.skipif(stand_in.find_wheel() is None, reason="needs the torch-npu wheel")
+def test_the_protobuf_has_open_sizes_and_static_caches(emitted_open):
+    from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef
+
+    for name in ("prefill", "decode_dynamic"):
+        graph = GraphDef()
+        graph.ParseFromString(emitted_open.files[f"graphs/{name}.pb"])
+        shapes = {op.name: list(op.output_desc[0].shape.dim) for op in graph.op if op.output_desc}
+        assert all(set(shapes[each]) == {-1} for each in BATCH)
+        assert shapes["kda_state_0"][0] == 4 + 1
+        attributes = {key for op in graph.op for key in op.attr}
+        assert ge.STREAM_LABEL not in attributes
+        assert ge.SUPER_KERNEL_SCOPE not in attributes
+        data = emitted_open.target_data["ascend"]["graphs"][name]
+        assert (data["dynamic"], data["cache_copies"]) == (True, 0)
+    data = emitted_open.target_data["ascend"]["graphs"]["decode_b4"]
+    assert not data["dynamic"]
+    assert data["super_kernel_scopes"] > 0
+
+
+def test_the_manifest_names_open_sizes(emitted_open):
+    prefill = emitted_open.phases["prefill"]
+    shapes = {each.name: each.shape for each in prefill.inputs}
+    assert shapes["query_start"] == ("sequences + 1",)
+    assert shapes["block_table"] == ("sequences", "columns")
+    assert prefill.outputs[0].shape[0] == "logits"
+    assert prefill.buckets == ()
+    assert [each["tokens"] for each in emitted_open.phases["decode"].buckets] == [4]
+
+
+@pytest.mark.skipif(stand_in.find_wheel() is None, reason="needs the torch-npu wheel")
+def test_the_rebuilt_graph_converts_to_the_same_bytes(emitted_open):
+    data = emitted_open.target_data["ascend"]
+    caches = {each["name"]: each["cache"] for each in data["state_layout"]["caches"]}
+    for name in ("prefill", "decode_dynamic"):
+        graph = read_graph(emitted_open.files[f"graphs/{name}_npu.json"], name)
+        again = ge.convert(graph, caches, soc=data["soc"], cann_version="9.0.0", name=name)
+        assert again.proto == emitted_open.files[f"graphs/{name}.pb"]
+        source = emitted_open.files[f"graphs/{name}_npugraph_ex.py"].decode()
+        compile(source, name, "exec")
+        assert "built-in" not in source

@@ -114,23 +114,17 @@ def test_bits_come_back(dtype):
     assert torch.equal(again.float(), values.t().float())
 
 
-@pytest.fixture(scope="module")
-def artifact(legal_checkpoints, tmp_path_factory):
-    out = tmp_path_factory.mktemp("stored") / "art"
-    return compile_legal(legal_checkpoints["bfloat16"], out, "ascend-950", nz="all", convert=False)
-
-
 def plan_of(root, graph):
     return json.loads((root / f"graphs/{graph}_weights.json").read_text())
 
 
-def test_the_plan_says_what_lies_in_the_artifact(artifact):
-    opened = open_artifact(artifact)
+def test_the_plan_says_what_lies_in_the_artifact(legal_artifact):
+    opened = open_artifact(legal_artifact)
     data = opened.manifest.target_data["ascend"]
     assert data["nz_weights"] > 0
     named = set()
     for graph in data["graphs"]:
-        for each in plan_of(artifact, graph):
+        for each in plan_of(legal_artifact, graph):
             entry = opened.weights[each["weight"]]
             named.add(entry.name)
             assert (list(entry.shape), entry.dtype) == (each["stored"], each["dtype"])
@@ -143,8 +137,8 @@ def test_the_plan_says_what_lies_in_the_artifact(artifact):
     assert named == set(opened.weights)
 
 
-def test_graphs_that_read_a_weight_alike_share_its_bytes(artifact):
-    plans = {g: plan_of(artifact, g) for g in ("decode_b1", "decode_b3", "prefill")}
+def test_graphs_that_read_a_weight_alike_share_its_bytes(legal_artifact):
+    plans = {g: plan_of(legal_artifact, g) for g in ("decode_b1", "decode_b3", "prefill")}
     names = {g: {each["input"]: each["weight"] for each in plan} for g, plan in plans.items()}
     assert names["decode_b1"] == names["decode_b3"]
     other = {k for k, v in names["prefill"].items() if v != names["decode_b1"][k]}
@@ -152,9 +146,9 @@ def test_graphs_that_read_a_weight_alike_share_its_bytes(artifact):
     assert all("A_log" in name or "conv_weight" in name for name in other)
 
 
-def test_damage_to_a_weight_is_found(artifact, tmp_path):
+def test_damage_to_a_weight_is_found(legal_artifact, tmp_path):
     copy = tmp_path / "copy"
-    shutil.copytree(artifact, copy)
+    shutil.copytree(legal_artifact, copy)
     (shard,) = (copy / "weights").glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-100] ^= 1
@@ -164,7 +158,7 @@ def test_damage_to_a_weight_is_found(artifact, tmp_path):
 
 
 def test_reference_refers_to_what_serves_as_it_is(legal_checkpoints, tmp_path):
-    source = "bfloat16"
+    source = "short"
     out = compile_legal(
         legal_checkpoints[source],
         tmp_path / "art",
@@ -190,7 +184,7 @@ def test_a_compile_that_fails_leaves_nothing(legal_checkpoints, tmp_path, monkey
     monkeypatch.setattr(stored_weights, "bits", fail)
     with pytest.raises(RuntimeError, match="disk is full"):
         compile_legal(
-            legal_checkpoints["bfloat16"],
+            legal_checkpoints["short"],
             tmp_path / "art",
             "ascend-950",
             phases=("decode",),
