@@ -13,6 +13,7 @@ from hybridge.models.batch import Phase
 from hybridge.models.checkpoint import Checkpoint, load_state
 from hybridge.models.config import ModelConfig
 from hybridge.models.layers import Linear
+from hybridge.models.mla import HeadProduct
 from hybridge.models.model import HybridModel
 from hybridge.models.moe import Experts
 from hybridge.models.session import EagerSession, evaluate
@@ -104,7 +105,8 @@ def rounding_effect(model: HybridModel, case: GoldenCase) -> float:
         kept, row = output[..., :first], output[..., first:]
         return torch.cat([kept, row.to(torch.bfloat16).to(output.dtype)], dim=-1)
 
-    products = [module for module in model.modules() if isinstance(module, Linear | Experts)]
+    kinds = Linear | Experts | HeadProduct
+    products = [module for module in model.modules() if isinstance(module, kinds)]
     handles = [module.register_forward_pre_hook(round_input) for module in products]
     rows = [
         module

@@ -14,6 +14,17 @@ from hybridge.models.indexer import Indexer
 from hybridge.models.layers import Linear, RmsNorm
 
 
+class HeadProduct(nn.Module):
+    """A product with a weight of each head, by its einsum equation: a module, so that its input can be observed."""
+
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.equation = equation
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum(self.equation, x, weight)
+
+
 class MlaAttention(nn.Module):
     """Absorbed MLA over the paged latent cache; a `dsa` layer attends to its indexer's choice."""
 
@@ -32,6 +43,8 @@ class MlaAttention(nn.Module):
         self.kv_a_layernorm = RmsNorm(config.kv_lora_rank, config.mla_lora_norm_eps)
         head_rows = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b_proj = Linear(config.kv_lora_rank, heads * head_rows)
+        self.absorb_query = HeadProduct("thn,hnc->thc")
+        self.expand_value = HeadProduct("thc,hvc->thv")
         if config.mla_output_gate:
             self.g_proj = Linear(hidden, heads * config.v_head_dim)
         self.o_proj = Linear(heads * config.v_head_dim, hidden)
@@ -60,9 +73,9 @@ class MlaAttention(nn.Module):
             (config.qk_nope_head_dim, config.v_head_dim), dim=1
         )
         plain, rope = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
-        absorbed = torch.cat([torch.einsum("thn,hnc->thc", plain, key_up), rope], dim=-1)
+        absorbed = torch.cat([self.absorb_query(plain, key_up), rope], dim=-1)
         mixed = self._attend(x, query_latent, absorbed, caches, batch)
-        output = torch.einsum("thc,hvc->thv", mixed, value_up).flatten(1)
+        output = self.expand_value(mixed, value_up).flatten(1)
         if config.mla_output_gate:
             output = output * torch.sigmoid(self.g_proj(x))
         return self.o_proj(output)

@@ -10,6 +10,7 @@ from hybridge.ops import (
     elementwise,
     kda,
     lightning_indexer,
+    mla_absorb,
     moe,
     packed,
     paged_write,
@@ -19,4 +20,14 @@ from hybridge.ops.registry import Constraint, FusedOp, find, vocabulary
 __all__ = ["Constraint", "FusedOp", "find", "vocabulary"]
 
 # Named so that a reader sees which modules fill the vocabulary.
-MODULES = (paged_write, lightning_indexer, attention, kda, attn_res, moe, elementwise, packed)
+MODULES = (
+    paged_write,
+    lightning_indexer,
+    attention,
+    mla_absorb,
+    kda,
+    attn_res,
+    moe,
+    elementwise,
+    packed,
+)

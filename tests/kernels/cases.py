@@ -141,6 +141,12 @@ def row_cases(rng: np.random.Generator, dtype: object) -> list[Case]:
     return [
         Case("Linear", {"x": draw(9, 33), "weight": draw(6, 33).astype(dtype)}, {"out": F32},
              {"bf16_activations": 1}, free={"x": {0}, "weight": {0}}),
+        # 33 rows are those of three heads only.
+        Case("MlaAbsorbQuery", {"query": draw(9, 3, 6), "kv_b_weight": draw(33, 18).astype(dtype)},
+             {"out": F32}, {"bf16_activations": 1},
+             free={"query": {0, 2}, "kv_b_weight": {1}}),
+        Case("MlaExpandValue", {"latent": draw(9, 3, 18), "kv_b_weight": draw(33, 18).astype(dtype)},
+             {"out": F32}, {"value_dim": 5, "bf16_activations": 1}, free={"latent": {0}}),
         Case("RmsNorm", {"x": draw(5, 37), "weight": draw(37).astype(dtype)}, {"out": F32},
              {"eps": 1e-5}, free={"x": {0}}),
         Case("Situ", {"gate": draw(3, 41), "up": draw(3, 41)}, {"out": F32}, {"beta": 4.0}),

@@ -21,6 +21,7 @@ from . import (
     test_kda_layer,
     test_kda_recurrence,
     test_linear,
+    test_mla_absorb,
     test_moe,
     test_paged_write,
     test_rms_norm,
@@ -189,6 +190,13 @@ def test_drawn_linear(level, rng, rows, outputs, inputs, dtype):
     x = rng.standard_normal((rows, inputs)).astype(np.float32)
     with at_level(level):
         test_linear.check(x, rng.standard_normal((outputs, inputs)).astype(dtype))
+
+
+@given(levels, generators, tokens, st.integers(1, 5), sizes, sizes, sizes, dtypes)
+def test_drawn_absorbed_products(level, rng, count, heads, nope, value, latent, dtype):
+    arrays = test_mla_absorb.draw(rng, count, heads, nope, value, latent, dtype)
+    with at_level(level):
+        test_mla_absorb.check(*arrays)
 
 
 @given(levels, generators, tokens, st.integers(1, 300), dtypes)

@@ -331,6 +331,22 @@ def _dense_maths(random: torch.Generator) -> dict[str, Case]:
             {"beta": 4.0, "linear_beta": None},
         ),
         "linear": Case("linear", (normal(random, 2, 3, 8), normal(random, 5, 8)), {}),
+        "absorb-query": Case(
+            "mla_absorb_query", (normal(random, 5, 3, 4), normal(random, 27, 6)), {}
+        ),
+        "absorb-query-bf16": Case(
+            "mla_absorb_query", (normal(random, 5, 3, 4), normal(random, 27, 6).bfloat16()), {}
+        ),
+        "expand-value": Case(
+            "mla_expand_value",
+            (normal(random, 5, 3, 6), normal(random, 27, 6)),
+            {"value_dim": 5},
+        ),
+        "expand-value-bf16": Case(
+            "mla_expand_value",
+            (normal(random, 5, 3, 6).bfloat16(), normal(random, 27, 6).bfloat16()),
+            {"value_dim": 4},
+        ),
         "linear-bf16": Case("linear", (normal(random, 3, 8), normal(random, 5, 8).bfloat16()), {}),
     }
 

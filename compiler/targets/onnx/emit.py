@@ -33,11 +33,12 @@ from torch.fx.graph import CodeGen
 from hybridge.artifacts.errors import CompileError
 from hybridge.artifacts.manifest import TensorSpec
 from hybridge.compiler.targets.onnx.finish import finish_model
-from hybridge.compiler.targets.onnx.fold_weights import fold_weights
+from hybridge.compiler.targets.onnx.fold_weights import drop_unread_weights, fold_weights
 from hybridge.compiler.targets.onnx.functionalise import functionalise
 from hybridge.compiler.targets.onnx.functions import OPSET
 from hybridge.compiler.targets.onnx.lower_einsum import lower_einsum
 from hybridge.compiler.targets.onnx.lower_linear import lower_linear
+from hybridge.compiler.targets.onnx.lower_mla_absorb import lower_mla_absorb
 from hybridge.compiler.targets.onnx.pack_weights import ValueCheck, choose_packed, set_packed
 from hybridge.compiler.targets.onnx.storage import (
     DTypes,
@@ -142,8 +143,12 @@ def _lower(traced: TracedPhase) -> GraphModule:
     gm.meta["derived_weights"] = dict(source.meta.get("derived_weights", {}))
     mark_weights(gm, traced.weights)
     lower_linear(gm)
+    fold_weights(gm)
+    lower_mla_absorb(gm)
+    # What is left, and the permuted weights that it makes.
     lower_einsum(gm)
     fold_weights(gm)
+    drop_unread_weights(gm)
     return gm
 
 

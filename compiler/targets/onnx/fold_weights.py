@@ -69,8 +69,15 @@ def fold_weights(gm: GraphModule) -> int:
             count += 1
         node.replace_all_uses_with(known[name])
         gm.graph.erase_node(node)
-    _drop_unread(gm.graph)
     return count
+
+
+def drop_unread_weights(gm: GraphModule) -> None:
+    """Erase the weights that nothing reads, and what only cut them, from `gm` in place."""
+    for node in reversed(list(gm.graph.nodes)):
+        unread = not node.users and (is_weight(node) or node.target in _SPLITS)
+        if unread:
+            gm.graph.erase_node(node)
 
 
 def _step(node: Node) -> tuple[Node, str, dict[str, Any]] | None:
@@ -135,10 +142,3 @@ def _weight(graph: Graph, name: str, value: torch.Tensor) -> Node:
     node.meta["val"] = value.new_empty(value.shape)  # no view: it is a tensor of its own
     node.meta["weight"] = name
     return node
-
-
-def _drop_unread(graph: Graph) -> None:
-    for node in reversed(list(graph.nodes)):
-        unread = not node.users and (is_weight(node) or node.target in _SPLITS)
-        if unread:
-            graph.erase_node(node)

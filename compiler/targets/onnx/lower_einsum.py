@@ -9,6 +9,7 @@ onnxruntime's Einsum would permute the weight at every call; here that is maths 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,30 @@ from torch.fx import Graph, GraphModule, Node
 
 from hybridge.compiler.targets.onnx.fold_weights import of_weights_alone
 from hybridge.ir.pass_base import fake_result
+
+
+@dataclass(frozen=True)
+class HeadProduct:
+    """x [a, b, k] times weight [b, k, n], whose rows are summed, or weight [b, n, k] -> [a, b, n]."""
+
+    x: Node
+    weight: Node
+    sums_rows: bool
+
+
+def head_product(node: Node) -> HeadProduct | None:
+    """What an einsum multiplies head by head, or None."""
+    if node.target is not torch.ops.aten.einsum.default:
+        return None
+    given: Any = node.args[1]
+    operands, _, result = str(node.args[0]).replace(" ", "").partition("->")
+    left, _, right = operands.partition(",")
+    if len(left) != 3 or len(right) != 3 or len(result) != 3 or result[:2] != left[:2]:
+        return None
+    batch, summed, kept = left[1], left[2], result[2]
+    if right not in (batch + summed + kept, batch + kept + summed) or len({*left, kept}) != 4:
+        return None
+    return HeadProduct(given[0], given[1], sums_rows=right[1] == summed)
 
 
 def lower_einsum(gm: GraphModule) -> int:
@@ -27,33 +52,24 @@ def lower_einsum(gm: GraphModule) -> int:
     weights_alone = of_weights_alone(gm.graph)
     count = 0
     for node in list(gm.graph.nodes):
-        if node.target is not torch.ops.aten.einsum.default:
-            continue
-        operands: Any = node.args[1]
-        if len(operands) == 2 and operands[1] in weights_alone:
-            count += _lower(node, operands[0], operands[1], gm.graph)
+        product = head_product(node)
+        if product is not None and product.weight in weights_alone:
+            _lower(node, product, gm.graph)
+            count += 1
     return count
 
 
-def _lower(node: Node, x: Node, weight: Node, graph: Graph) -> bool:
-    """x [a, b, k], weight [b, k, n] or [b, n, k] -> [a, b, n]."""
-    operands, _, result = str(node.args[0]).replace(" ", "").partition("->")
-    left, _, right = operands.partition(",")
-    if len(left) != 3 or len(right) != 3 or len(result) != 3 or result[:2] != left[:2]:
-        return False
-    batch, summed, kept = left[1], left[2], result[2]
-    if right not in (batch + summed + kept, batch + kept + summed) or len({*left, kept}) != 4:
-        return False
+def _lower(node: Node, product: HeadProduct, graph: Graph) -> None:
     permute, bmm = torch.ops.aten.permute.default, torch.ops.aten.bmm.default
+    weight = product.weight
     with graph.inserting_before(node):
-        if right[1] != summed:
+        if not product.sums_rows:
             weight = _call(graph, permute, weight, [0, 2, 1])
-        by_head = _call(graph, permute, x, [1, 0, 2])
-        product = _call(graph, bmm, by_head, weight)
-        output = _call(graph, permute, product, [1, 0, 2])
+        by_head = _call(graph, permute, product.x, [1, 0, 2])
+        result = _call(graph, bmm, by_head, weight)
+        output = _call(graph, permute, result, [1, 0, 2])
     node.replace_all_uses_with(output)
     graph.erase_node(node)
-    return True
 
 
 def _call(graph: Graph, target: torch._ops.OpOverload, *args: object) -> Node:

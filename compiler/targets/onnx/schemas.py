@@ -21,6 +21,8 @@ ROUNDING_OPS = (
     "moe_experts",
     "moe_experts_packed",
     "moe_experts_mxfp4",
+    "mla_absorb_query",
+    "mla_expand_value",
 )
 
 _TENSOR_TYPES = [

@@ -2,7 +2,7 @@
 
 Activations are fp32 on the CPU. A bf16 weight stays bf16 where it is read by an op that widens it on the way (a
 matrix product), or by a lookup whose few rows are widened afterwards; no fp32 copy is ever resident. Any other
-bf16 weight (norms, biases, absorbed projections) is stored in fp32 by the compiler.
+bf16 weight (norms, biases) is stored in fp32 by the compiler.
 
 Where activations may be rounded, paged caches are bf16 by the same rule: half the memory, and half the bytes that
 decoding reads of a long context. Recurrent states stay fp32: their rounding would add up over the tokens.
@@ -37,6 +37,8 @@ _READS_BF16 = {
     "kda_decode": ("in_weight", "f_b_weight", "g_b_weight", "o_weight"),
     "moe_route": ("gate_weight",),
     "moe_experts": ("gate_up", "down"),
+    "mla_absorb_query": ("kv_b_weight",),
+    "mla_expand_value": ("kv_b_weight",),
 }
 
 

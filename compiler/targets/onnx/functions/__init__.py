@@ -32,6 +32,7 @@ from hybridge.compiler.targets.onnx.functions.builder import (
 from hybridge.compiler.targets.onnx.functions.caches import paged_write, state_write
 from hybridge.compiler.targets.onnx.functions.elementwise import linear, rms_norm, situ
 from hybridge.compiler.targets.onnx.functions.kda import kda_decode, kda_prefill, kda_recurrence
+from hybridge.compiler.targets.onnx.functions.mla_absorb import mla_absorb_query, mla_expand_value
 from hybridge.compiler.targets.onnx.functions.moe import moe_experts, moe_experts_mxfp4, moe_route
 from hybridge.compiler.targets.onnx.functions.packed import (
     kda_decode_packed,
@@ -49,6 +50,8 @@ BODIES: dict[str, Callable[..., tuple[Expression, ...]]] = {
         lightning_indexer,
         sparse_flash_attention,
         mla_attention,
+        mla_absorb_query,
+        mla_expand_value,
         kda_recurrence,
         kda_prefill,
         kda_decode,
