@@ -4,7 +4,9 @@
 #include <type_traits>
 
 #include "math/packed.h"
+#include "math/packed_quads.h"
 #include "math/panel.h"
+#include "math/quads.h"
 #include "math/scratch.h"
 #include "math/tiles.h"
 
@@ -35,7 +37,7 @@ void for_each_dot_task(const LinearArgs& args, const Parallel& parallel, Body&& 
   const Weight* weight = static_cast<const Weight*>(args.weight);
   const int64_t row_bytes =
       std::max<int64_t>(1, args.inputs * static_cast<int64_t>(sizeof(Weight)));
-  const int64_t per_task = std::max<int64_t>(4, kDotTaskBytes / row_bytes / 4 * 4);
+  const int64_t per_task = std::max<int64_t>(8, kDotTaskBytes / row_bytes / 8 * 8);
   const int64_t tasks = (args.outputs + per_task - 1) / per_task;
   parallel_for(parallel, static_cast<size_t>(tasks), [&](size_t task) {
     const int64_t first = static_cast<int64_t>(task) * per_task;
@@ -80,30 +82,24 @@ void by_packed_dot_products(const LinearArgs& args, const Parallel& parallel) {
 }
 
 #if defined(__AVX512BF16__)
-void by_packed_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
-  const int64_t stride = packed_pair_elements(args.inputs);
-  const size_t bytes = static_cast<size_t>(args.rows * stride) * sizeof(uint16_t);
-  auto* x = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kOperator, bytes));
-  for (int64_t row = 0; row < args.rows; ++row) {
-    arrange_packed_pairs(args.x + row * args.inputs, args.inputs, x + row * stride);
-  }
+void by_packed_quads(const LinearArgs& args, const Parallel& parallel) {
+  const auto bytes = static_cast<size_t>(PackedQuads::bytes(args.inputs));
+  void* memory = scratch_bytes(ScratchSlot::kOperator, bytes);
+  const PackedQuads x(args.x, args.inputs, args.rows, args.inputs, memory);
   for_each_packed_task(args, parallel, [&](int64_t first, int64_t count, auto&& store) {
-    packed_times_pairs(
-        packed_row_at(args, first), count, args.inputs, x, args.rows,
+    packed_times_quads(
+        packed_row_at(args, first), count, x,
         [&](int64_t output, int64_t row, float sum) { store(first + output, row, sum); });
   });
 }
 
-void by_pair_dot_products(const LinearArgs& args, const Parallel& parallel) {
-  const int64_t stride = pair_row_elements(args.inputs);
-  const size_t bytes = static_cast<size_t>(args.rows * stride) * sizeof(uint16_t);
-  auto* rounded = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kOperator, bytes));
-  for (int64_t row = 0; row < args.rows; ++row) {
-    round_pair_row(args.x + row * args.inputs, args.inputs, rounded + row * stride);
-  }
+void by_quads(const LinearArgs& args, const Parallel& parallel) {
+  const size_t bytes = static_cast<size_t>(quad_panel_elements(args.inputs)) * sizeof(uint16_t);
+  auto* panel = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kOperator, bytes));
+  pack_quads(args.x, args.inputs, args.rows, args.inputs, panel);
   for_each_dot_task<uint16_t>(
       args, parallel, [&](const uint16_t* weight, int64_t count, auto&& done) {
-        matrix_times_pairs(weight, count, args.inputs, rounded, args.rows, done);
+        matrix_times_quads(weight, count, args.inputs, panel, args.rows, done);
       });
 }
 #endif
@@ -239,9 +235,8 @@ void linear_of(const LinearArgs& args, const Parallel& parallel) {
   }
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<Words, PairWords>) {
-    if (args.rows <= kPairTokens) {
-      return kPacked ? by_packed_pair_dot_products(args, parallel)
-                     : by_pair_dot_products(args, parallel);
+    if (args.rows <= kQuadTokens) {
+      return kPacked ? by_packed_quads(args, parallel) : by_quads(args, parallel);
     }
   }
 #endif

@@ -20,9 +20,9 @@ struct LinearArgs {
   bool round_x;  // x may be rounded where the weight is bfloat16, packed or not
 };
 
-// Sums are float32. x is used exactly, except with round_x, a bfloat16 or packed weight and a
-// machine that multiplies bfloat16 pairs: 5 to 8 rows are taken as the sum of two bfloat16 numbers
-// (relative error at most 2^-16 a factor), more rows are rounded to bfloat16 once (2^-8).
+// Sums are float32. x is used exactly, except with round_x, a bfloat16 or packed weight, more than
+// four rows and a machine that multiplies bfloat16 pairs: then it is rounded to bfloat16 (relative
+// error at most 2^-8).
 HYBRIDGE_DECLARE_LEVELS(linear, void(const LinearArgs&, const Parallel&))
 
 }  // namespace hybridge
