@@ -27,7 +27,7 @@ struct Buffer {
   }
 };
 
-thread_local Buffer buffers[2];
+thread_local Buffer buffers[3];  // one for each ScratchSlot
 
 }  // namespace
 

@@ -2,7 +2,8 @@
 
 #include "math/kda_chunk.h"
 #include "math/kda_inputs.h"
-#include "math/project.h"
+#include "math/linear.h"
+#include "math/tiles.h"
 
 namespace hybridge {
 namespace HYBRIDGE_ISA {
@@ -158,8 +159,15 @@ DecodeColumns decode_columns(const KdaDecode& args) {
 // Rows [head * K, (head + 1) * K) of a low-rank weight times one token's low-rank vector.
 void expand_head(const WeightMatrix& weight, std::int64_t rank, std::int64_t head,
                  std::int64_t width, const float* x, float* to) {
-  multiply_weight(weight, head * width, width, rank, x, rank, 1,
-                  [&](std::int64_t row, std::int64_t, float sum) { to[row] = sum; });
+  const std::int64_t first = head * width * rank;
+  const auto store = [&](std::int64_t row, int, float sum) { to[row] = sum; };
+  if (weight.is_bf16) {
+    const auto* rows = static_cast<const std::uint16_t*>(weight.data) + first;
+    matrix_times_tokens<1>(rows, width, rank, x, rank, store);
+  } else {
+    const auto* rows = static_cast<const float*>(weight.data) + first;
+    matrix_times_tokens<1>(rows, width, rank, x, rank, store);
+  }
 }
 
 // o <- o / rms(o) * norm_weight * sigmoid(gate)
@@ -235,6 +243,12 @@ void decode_head(const KdaDecode& args, const Sequence& sequence, std::int64_t h
   normalise_and_gate(args.norm_weight, args.norm_eps, gate, batch.value_dim, o);
 }
 
+// out [B, outputs] = x [B, inputs] times the weight's rows.
+void project(const KdaDecode& args, const WeightMatrix& weight, const float* x, std::int64_t inputs,
+             std::int64_t outputs, float* out, const Parallel& parallel) {
+  linear({x, weight, out, args.batch.sequences, inputs, outputs, args.round_x}, parallel);
+}
+
 Sequence decode_sequence(const KdaBatch& batch, std::int64_t b) {
   Sequence sequence;
   sequence.first = b;
@@ -286,20 +300,14 @@ void kda_prefill(const KdaPrefill& args, const Parallel& parallel) {
 void kda_decode(const KdaDecode& args, const Parallel& parallel) {
   const KdaBatch& batch = args.batch;
   const DecodeColumns columns = decode_columns(args);
-  const std::int64_t in_floats = project_floats(args.in_weight, args.hidden, batch.sequences);
-  const std::int64_t o_floats = project_floats(args.o_weight, columns.width, batch.sequences);
-  const auto memory_floats = static_cast<std::size_t>(in_floats > o_floats ? in_floats : o_floats);
   ScratchArena measure;
   measure.take<float>(static_cast<std::size_t>(batch.sequences * columns.total));
   measure.take<float>(static_cast<std::size_t>(batch.sequences * columns.width));
-  measure.take<float>(memory_floats);
   ScratchArena arena(scratch_bytes(ScratchSlot::kOperator, measure.used()));
   float* projected = arena.take<float>(static_cast<std::size_t>(batch.sequences * columns.total));
   float* heads = arena.take<float>(static_cast<std::size_t>(batch.sequences * columns.width));
-  float* memory = arena.take<float>(memory_floats);
 
-  project(args.in_weight, columns.total, args.hidden, args.x, batch.sequences, projected, parallel,
-          memory);
+  project(args, args.in_weight, args.x, args.hidden, columns.total, projected, parallel);
   const auto tasks = static_cast<std::size_t>(batch.sequences * batch.heads);
   parallel_for(parallel, tasks, [&](std::size_t task) {
     const std::int64_t index = static_cast<std::int64_t>(task);
@@ -313,8 +321,7 @@ void kda_decode(const KdaDecode& args, const Parallel& parallel) {
     }
     decode_head(args, sequence, head, projected + b * columns.total, o);
   });
-  project(args.o_weight, args.hidden, columns.width, heads, batch.sequences, args.output, parallel,
-          memory);
+  project(args, args.o_weight, heads, columns.width, args.hidden, args.output, parallel);
 }
 
 }  // namespace HYBRIDGE_ISA

@@ -70,6 +70,7 @@ struct KdaDecode {
   WeightMatrix o_weight;       // [D, P]
   const float* norm_weight = nullptr;  // [V]
   float norm_eps = 0.0f;
+  bool round_x = false;  // the two large products may round their left sides (math/linear.h)
   float* conv_state = nullptr;
   float* state = nullptr;
   float* output = nullptr;  // [B, D]

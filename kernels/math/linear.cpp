@@ -28,13 +28,13 @@ constexpr int64_t kTaskOutputs = 32 * kRowTile;
 struct Packed {};
 
 const uint8_t* packed_row_at(const LinearArgs& args, int64_t row) {
-  return static_cast<const uint8_t*>(args.weight) + row * packed_row_bytes(args.inputs);
+  return static_cast<const uint8_t*>(args.weight.data) + row * packed_row_bytes(args.inputs);
 }
 
 // Calls body(weight rows, their number, done) for every task, where done(output, row, sum) stores.
 template <class Weight, class Body>
 void for_each_dot_task(const LinearArgs& args, const Parallel& parallel, Body&& body) {
-  const Weight* weight = static_cast<const Weight*>(args.weight);
+  const Weight* weight = static_cast<const Weight*>(args.weight.data);
   const int64_t row_bytes =
       std::max<int64_t>(1, args.inputs * static_cast<int64_t>(sizeof(Weight)));
   const int64_t per_task = std::max<int64_t>(8, kDotTaskBytes / row_bytes / 8 * 8);
@@ -72,7 +72,7 @@ void for_each_packed_task(const LinearArgs& args, const Parallel& parallel, Body
 void by_packed_dot_products(const LinearArgs& args, const Parallel& parallel) {
   const int64_t floats = args.rows * packed_x_floats(args.inputs);
   auto* x = static_cast<float*>(
-      scratch_bytes(ScratchSlot::kOperator, static_cast<size_t>(floats) * sizeof(float)));
+      scratch_bytes(ScratchSlot::kProduct, static_cast<size_t>(floats) * sizeof(float)));
   arrange_packed_rows(args.x, args.rows, args.inputs, x);
   for_each_packed_task(args, parallel, [&](int64_t first, int64_t count, auto&& store) {
     packed_times_rows(
@@ -84,7 +84,7 @@ void by_packed_dot_products(const LinearArgs& args, const Parallel& parallel) {
 #if defined(__AVX512BF16__)
 void by_packed_quads(const LinearArgs& args, const Parallel& parallel) {
   const auto bytes = static_cast<size_t>(PackedQuads::bytes(args.inputs));
-  void* memory = scratch_bytes(ScratchSlot::kOperator, bytes);
+  void* memory = scratch_bytes(ScratchSlot::kProduct, bytes);
   const PackedQuads x(args.x, args.inputs, args.rows, args.inputs, memory);
   for_each_packed_task(args, parallel, [&](int64_t first, int64_t count, auto&& store) {
     packed_times_quads(
@@ -95,7 +95,7 @@ void by_packed_quads(const LinearArgs& args, const Parallel& parallel) {
 
 void by_quads(const LinearArgs& args, const Parallel& parallel) {
   const size_t bytes = static_cast<size_t>(quad_panel_elements(args.inputs)) * sizeof(uint16_t);
-  auto* panel = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kOperator, bytes));
+  auto* panel = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kProduct, bytes));
   pack_quads(args.x, args.inputs, args.rows, args.inputs, panel);
   for_each_dot_task<uint16_t>(
       args, parallel, [&](const uint16_t* weight, int64_t count, auto&& done) {
@@ -156,7 +156,7 @@ void read_tile(const LinearArgs& args, int64_t output, int64_t count, void* buff
     readable_rows(rows, count, args.inputs, reinterpret_cast<float*>(buffer), readable);
   } else {
     const Weight* rows[kRowTile];
-    const Weight* weight = static_cast<const Weight*>(args.weight);
+    const Weight* weight = static_cast<const Weight*>(args.weight.data);
     for (int64_t i = 0; i < count; ++i) rows[i] = weight + (output + i) * args.inputs;
     readable_rows(rows, count, args.inputs, reinterpret_cast<float*>(buffer), readable);
   }
@@ -210,7 +210,7 @@ void by_panels(const LinearArgs& args, const Parallel& parallel) {
   const int64_t panel_size = steps_of<Words>(args.inputs) * kPanelLanes;
   const int64_t panels = (args.rows + kPanelLanes - 1) / kPanelLanes;
   const size_t bytes = static_cast<size_t>(panels * panel_size) * sizeof(float);
-  float* packed = static_cast<float*>(scratch_bytes(ScratchSlot::kOperator, bytes));
+  float* packed = static_cast<float*>(scratch_bytes(ScratchSlot::kProduct, bytes));
   pack_rows<Words>(args, packed, parallel);
 
   const int64_t panel_bytes = panel_size * static_cast<int64_t>(sizeof(float));
@@ -247,11 +247,11 @@ void linear_of(const LinearArgs& args, const Parallel& parallel) {
 
 void linear(const LinearArgs& args, const Parallel& parallel) {
   if (args.rows == 0 || args.outputs == 0) return;
-  if (args.weight_packed) {
+  if (args.weight.is_packed) {
     if (!args.round_x) return linear_of<Packed, FloatWords>(args, parallel);
     return linear_of<Packed, RowsAs<uint16_t>::Words>(args, parallel);
   }
-  if (!args.weight_bf16) return linear_of<float, FloatWords>(args, parallel);
+  if (!args.weight.is_bf16) return linear_of<float, FloatWords>(args, parallel);
   if (!args.round_x) return linear_of<uint16_t, FloatWords>(args, parallel);
   return linear_of<uint16_t, RowsAs<uint16_t>::Words>(args, parallel);
 }

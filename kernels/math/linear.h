@@ -5,15 +5,14 @@
 
 #include "math/levels.h"
 #include "math/parallel.h"
+#include "math/weight_matrix.h"
 
 namespace hybridge {
 
 struct LinearArgs {
-  const float* x;      // [rows, inputs]
-  const void* weight;  // [outputs, inputs]
-  bool weight_bf16;
-  bool weight_packed;  // in bf12 rows (math/packed.h)
-  float* out;          // [rows, outputs]
+  const float* x;       // [rows, inputs]
+  WeightMatrix weight;  // [outputs, inputs]
+  float* out;           // [rows, outputs]
   int64_t rows;
   int64_t inputs;
   int64_t outputs;

@@ -1,5 +1,6 @@
+#include "math/lanes.h"
+#include "math/linear.h"
 #include "math/moe.h"
-#include "math/project.h"
 #include "math/scratch.h"
 
 namespace hybridge {
@@ -52,7 +53,9 @@ void moe_route(const MoeRoute& args, const Parallel& parallel) {
   measure.take<float>(static_cast<std::size_t>(args.tokens * args.experts));
   ScratchArena arena(scratch_bytes(ScratchSlot::kOperator, measure.used()));
   float* scores = arena.take<float>(static_cast<std::size_t>(args.tokens * args.experts));
-  project(args.gate_weight, args.experts, args.hidden, args.x, args.tokens, scores, parallel);
+  constexpr bool kRoundX = false;  // a rounded score could choose another expert
+  linear({args.x, args.gate_weight, scores, args.tokens, args.hidden, args.experts, kRoundX},
+         parallel);
 
   const std::int64_t tasks = (args.tokens + kTokensPerTask - 1) / kTokensPerTask;
   parallel_for(parallel, static_cast<std::size_t>(tasks), [&](std::size_t task) {

@@ -20,6 +20,7 @@ namespace hybridge {
 enum class ScratchSlot : int {
   kOperator = 0,  // lives for one call of an op, allocated by the thread that calls it
   kTask = 1,      // lives for one parallel task
+  kProduct = 2,   // lives for one matrix product within a call of an op, in the calling thread
 };
 
 // Returns at least `bytes` of uninitialised memory, valid until the same thread asks for the same

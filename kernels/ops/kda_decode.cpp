@@ -1,9 +1,10 @@
 // KdaDecode(x, in_weight, f_b_weight, g_b_weight, conv_weight, a_log, dt_bias, norm_weight,
-// o_weight, conv_state, state, context_len, state_slot; lower_bound, norm_eps) -> output,
-// conv_state, state: a whole KDA layer for one token a sequence (spec MODELS.md 3.1).
+// o_weight, conv_state, state, context_len, state_slot; lower_bound, norm_eps,
+// bf16_activations = 0) -> output, conv_state, state: a whole KDA layer for one token a sequence
+// (spec MODELS.md 3.1).
 // KdaDecodePacked: the same with in_weight and o_weight in bf12 rows (math/packed.h).
 #include "ops/kda_inputs.h"
-#include "ops/packed_inputs.h"
+#include "ops/weight_inputs.h"
 
 namespace hybridge {
 namespace {
@@ -13,7 +14,8 @@ class KdaDecodeOp : public Kernel {
  public:
   explicit KdaDecodeOp(const Attributes& attributes)
       : lower_bound_(attributes.find_float("lower_bound")),
-        norm_eps_(attributes.get_float("norm_eps")) {}
+        norm_eps_(attributes.get_float("norm_eps")),
+        round_x_(attributes.find_int("bf16_activations").value_or(0) != 0) {}
 
   void compute(Context& context) const override {
     const Tensor x = context.input(0);
@@ -39,6 +41,7 @@ class KdaDecodeOp : public Kernel {
     args.hidden = x.dim(1);
     args.x = x.f32();
     args.norm_eps = norm_eps_;
+    args.round_x = round_x_;
     check_weights(context, heads, head_width, args);
     args.output = context.output(0, x.shape()).data<float>();
     args.conv_state = context.in_place(conv_state, 1).data<float>();
@@ -83,6 +86,7 @@ class KdaDecodeOp : public Kernel {
 
   std::optional<float> lower_bound_;
   float norm_eps_;
+  bool round_x_;
   plain::kda_decode_signature* run_ = select_kda_decode();
 };
 

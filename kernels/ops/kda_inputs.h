@@ -60,8 +60,4 @@ inline int64_t square_head_width(const Tensor& state) {
   return state.dim(2);
 }
 
-inline WeightMatrix weight_matrix(const Tensor& weight) {
-  return {weight.raw(), weight.is_bf16(), weight.dtype() == DType::u8};
-}
-
 }  // namespace hybridge

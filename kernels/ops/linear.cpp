@@ -3,7 +3,7 @@
 #include "math/linear.h"
 
 #include "framework/op.h"
-#include "ops/packed_inputs.h"
+#include "ops/weight_inputs.h"
 
 namespace hybridge {
 namespace {
@@ -32,8 +32,7 @@ class Linear : public Kernel {
     shape[last] = weight.dim(0);
     const Tensor out = context.output(0, shape);
     const int64_t rows = x.shape().elements_before(last);
-    run_({x.f32(), weight.raw(), weight.is_bf16(), kPacked, out.data<float>(), rows, inputs,
-          weight.dim(0), round_x_},
+    run_({x.f32(), weight_matrix(weight), out.data<float>(), rows, inputs, weight.dim(0), round_x_},
          context.parallel());
   }
 

@@ -2,7 +2,7 @@
 // output: the weighted sum of the chosen experts, weights in fp32 or bfloat16 (spec MODELS.md 8.2).
 // MoeExpertsPacked: the same with gate_up and down in bf12 rows (math/packed.h).
 #include "ops/moe_inputs.h"
-#include "ops/packed_inputs.h"
+#include "ops/weight_inputs.h"
 
 namespace hybridge {
 namespace {

@@ -179,6 +179,25 @@ def test_decode_mixed_weight_types(level, rng):
     expect_decode(arrays, None)
 
 
+@pytest.mark.parametrize("rows", [3, 6, 11])
+@pytest.mark.parametrize("weights", [np.float32, BFLOAT16])
+def test_decode_with_rounded_activations(level, rng, rows, weights):
+    """With o_weight = 1 the output is what the last product rounds, within half a bfloat16 step.
+
+    Rows of x hold bfloat16 numbers already, so that the first product rounds nothing.
+    """
+    slots = list(range(rows))
+    arrays = decode_inputs(rng, [2] * rows, slots, hidden=32, weights=weights)
+    arrays["x"] = f64(bf16(arrays["x"])).astype(np.float32)
+    arrays["o_weight"] = np.eye(32).astype(weights)
+    expected, _, states = kda_reference.decode(**widened(arrays), lower_bound=-5.0, norm_eps=1e-5)
+    output = call("KdaDecode", arrays, -5.0, norm_eps=1e-5, bf16_activations=1)
+    rounds = weights == BFLOAT16 and rows > 4 and level == "avx512_bf16"
+    assert np.any(output != f64(bf16(output))) != rounds
+    np.testing.assert_allclose(output, expected, rtol=2.0**-8 if rounds else 0, atol=2e-4)
+    np.testing.assert_allclose(arrays["state"], states, rtol=0, atol=TOLERANCE)
+
+
 def test_decode_no_rows(level, rng):
     arrays = decode_inputs(rng, [4], [1])
     arrays |= {name: arrays[name][:0] for name in ("x", "context_len", "state_slot")}

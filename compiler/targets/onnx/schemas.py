@@ -16,6 +16,8 @@ VERSION = 1
 # multiply bf16 pairs). It is a permission for the native kernels, not part of an op's definition.
 BF16_ACTIVATIONS = "bf16_activations"
 ROUNDING_OPS = (
+    "kda_decode",
+    "kda_decode_packed",
     "linear",
     "linear_packed",
     "moe_experts",

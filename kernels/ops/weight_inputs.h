@@ -1,9 +1,14 @@
-// Checks of weights in bf12 rows (math/packed.h).
+// Weights in any form that the products read, and checks of those in bf12 rows (math/packed.h).
 #pragma once
 
 #include "framework/op.h"
+#include "math/weight_matrix.h"
 
 namespace hybridge {
+
+inline WeightMatrix weight_matrix(const Tensor& weight) {
+  return {weight.raw(), weight.is_bf16(), weight.dtype() == DType::u8};
+}
 
 constexpr int64_t kPackedColumnBlock = 128;  // columns a block holds
 constexpr int64_t kMostPackedColumns = int64_t{1} << 16;
