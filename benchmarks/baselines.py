@@ -2,7 +2,8 @@
 
 The eager model of this repository is a definition: its data-dependent parts are written to be read. Here these parts
 (experts, the chunked recurrence, cache writes) are what a PyTorch user would write for speed, in the model's own
-precision; all else is the eager model. No hybridge op is called.
+precision; all else is the eager model. No hybridge op is called. This is the model as given to eager PyTorch,
+torch.compile and AOTInductor; what is tuned beyond that is in `whole_model.Inductor`.
 """
 
 from __future__ import annotations

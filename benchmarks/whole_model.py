@@ -25,6 +25,7 @@ from hybridge.models.session import EagerSession
 from hybridge.runner import load
 from hybridge.runner.batch import Row, build_batch
 from hybridge.runner.model import Model
+from machine import TUNED
 
 BLOCK = 64
 PREFILL_CHUNK = 512
@@ -112,24 +113,30 @@ class Eager:
 
 
 class Inductor(Eager):
-    """The same through TorchInductor: torch.compile, or ahead of time.
+    """The same through TorchInductor: torch.compile, or ahead of time; contexts vary, batch and chunk are static.
 
-    Weights are frozen, so that oneDNN packs them; contexts vary, batch and chunk are static. A row that decodes alone
-    gathers its experts' weights, which Inductor fuses into the products; that is faster there, and slower elsewhere.
+    As given, with Inductor's defaults. Tuned, with frozen weights, so that oneDNN packs them, and where a row decodes
+    alone with its experts' weights gathered, which Inductor fuses into the products (elsewhere that is slower).
     """
 
     def __init__(
-        self, checkpoint: Path, dtype: torch.dtype, *, package: Path | None = None
+        self,
+        checkpoint: Path,
+        dtype: torch.dtype,
+        *,
+        package: Path | None = None,
+        tuned: bool = False,
     ) -> None:
         super().__init__(checkpoint, dtype)
-        self.name = f"{'torch.compile' if package is None else 'AOTInductor'} {_short(dtype)}"
-        self._package = package
+        kind = "torch.compile" if package is None else "AOTInductor"
+        self.name = f"{kind} {_short(dtype)}{f' {TUNED}' if tuned else ''}"
+        self._package, self._tuned = package, tuned
         self._key: tuple[Phase, int] | None = None
         self._function: Callable[..., object] | None = None
 
     def _step(self, phase: Phase, batch: dict[str, Tensor], caches: dict[str, Tensor]) -> Step:
         key = (phase, len(batch["token_ids"]))
-        gather = key == ("decode", 1)
+        gather = self._tuned and key == ("decode", 1)
         if key != self._key:
             # One at a time: each holds a packed copy of every weight.
             self._function = None
@@ -154,7 +161,7 @@ class Inductor(Eager):
             if "cache" in name:
                 torch._dynamo.mark_dynamic(caches[name], 0)
         function: Callable[..., Tensor] = torch.compile(module)
-        with _freezing():
+        with self._settings():
             function(batch, caches)
         return function
 
@@ -168,12 +175,15 @@ class Inductor(Eager):
         )
         program = torch.export.export(module, (batch, caches), dynamic_shapes=shapes, strict=False)
         assert self._package is not None
-        with _freezing():
+        with self._settings():
             path = torch._inductor.aoti_compile_and_package(
                 program, package_path=str(self._package)
             )
         loaded: Callable[..., Tensor] = torch._inductor.aoti_load_package(path)
         return loaded
+
+    def _settings(self) -> Any:
+        return torch._inductor.config.patch(freezing=self._tuned)
 
 
 class _OnePhase(nn.Module):
@@ -184,10 +194,6 @@ class _OnePhase(nn.Module):
     def forward(self, batch: dict[str, Tensor], caches: dict[str, Tensor]) -> Tensor:
         logits: Tensor = self.wrapped(self.phase, **batch, caches=caches)
         return logits
-
-
-def _freezing() -> Any:
-    return torch._inductor.config.patch(freezing=True)
 
 
 def decode_inputs(
