@@ -85,7 +85,8 @@ void by_packed_dot_products(const LinearArgs& args, const Parallel& parallel) {
 void by_packed_quads(const LinearArgs& args, const Parallel& parallel) {
   const auto bytes = static_cast<size_t>(PackedQuads::bytes(args.inputs));
   void* memory = scratch_bytes(ScratchSlot::kProduct, bytes);
-  const PackedQuads x(args.x, args.inputs, args.rows, args.inputs, memory);
+  const PackedQuads x(memory, args.rows, args.inputs);
+  x.pack([&](int64_t row) { return args.x + row * args.inputs; });
   for_each_packed_task(args, parallel, [&](int64_t first, int64_t count, auto&& store) {
     packed_times_quads(
         packed_row_at(args, first), count, x,
@@ -96,7 +97,8 @@ void by_packed_quads(const LinearArgs& args, const Parallel& parallel) {
 void by_quads(const LinearArgs& args, const Parallel& parallel) {
   const size_t bytes = static_cast<size_t>(quad_panel_elements(args.inputs)) * sizeof(uint16_t);
   auto* panel = static_cast<uint16_t*>(scratch_bytes(ScratchSlot::kProduct, bytes));
-  pack_quads(args.x, args.inputs, args.rows, args.inputs, panel);
+  const auto row_at = [&](int64_t row) { return args.x + row * args.inputs; };
+  pack_quads(row_at, args.rows, args.inputs, panel);
   for_each_dot_task<uint16_t>(
       args, parallel, [&](const uint16_t* weight, int64_t count, auto&& done) {
         matrix_times_quads(weight, count, args.inputs, panel, args.rows, done);

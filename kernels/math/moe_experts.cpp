@@ -1,4 +1,7 @@
-#include "math/expert_panel.h"
+#include <type_traits>
+
+#include "math/expert_quads.h"
+#include "math/expert_rows.h"
 #include "math/moe.h"
 #include "math/scratch.h"
 
@@ -6,9 +9,6 @@ namespace hybridge {
 namespace HYBRIDGE_ISA {
 namespace {
 
-// Experts with at most this many rows read their weights straight through, in fp32: memory is the
-// limit. With more rows the weights are repacked once and multiplied in tiles.
-constexpr std::int64_t kFewRows = 4;
 // Bound on the working memory; more tokens are processed in several rounds.
 constexpr std::int64_t kRoundBytes = std::int64_t{128} << 20;
 constexpr std::int64_t kTaskBytes = 64 * 1024;
@@ -16,15 +16,20 @@ constexpr std::int64_t kTaskBytes = 64 * 1024;
 std::size_t size_of(std::int64_t count) { return static_cast<std::size_t>(count); }
 std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
+// How the rows of an expert meet its weights: row by row or eight by eight while the weights are
+// read straight through, or in tiles, for which the weights are repacked once.
+enum class Form { kRows, kQuads, kTiles };
+
 // The rows that chose one expert: pairs (token, slot) in ascending order.
 struct Group {
   std::int64_t expert = 0;
   std::int64_t first = 0;  // index into Plan::pairs
   std::int64_t count = 0;
-  float* input = nullptr;   // few rows: [count, row floats]; many: tiles [steps][8]
+  Form form = Form::kRows;
+  float* input = nullptr;   // [count, row floats], quad panels, or tiles [steps][8]
   float* hidden = nullptr;  // the same for the intermediate activations
+  float* rows = nullptr;    // quads: [count, I], the intermediate activations before packing
 
-  bool few() const { return count <= kFewRows; }
   std::int64_t tiles() const { return (count + kPanelRows - 1) / kPanelRows; }
 };
 
@@ -67,9 +72,9 @@ class Experts {
       plan_.first_token = first;
       plan_.tokens = smaller(per_round, args_.tokens - first);
       sort_pairs();
-      gather_inputs();
+      for_each_group([&](const Group& group) { gather(group); });
       run_gate_up();
-      arrange_hiddens();
+      for_each_group([&](const Group& group) { pack_hidden(group); });
       run_down();
       combine();
     }
@@ -78,15 +83,27 @@ class Experts {
  private:
   // ---- Working memory --------------------------------------------------------------------------
 
-  std::int64_t few_floats(const ExpertWeights& weights, std::int64_t columns) const {
-    if (weights.format == WeightFormat::kPacked) return packed_x_floats(columns);
-    return weights.format == WeightFormat::kMxfp4 ? mx_row_floats(columns) : columns;
+  Form form_of(std::int64_t count) const {
+    if (count <= kFewExpertRows) return Form::kRows;
+    return count <= kMostQuadRows && may_quads() ? Form::kQuads : Form::kTiles;
+  }
+
+  bool may_quads() const {
+    return std::is_same_v<Steps, PairSteps> && multiplies_quads(args_.gate_up.format) &&
+           multiplies_quads(args_.down.format);
   }
 
   // Floats that `count` rows of `columns` elements take as the left side of a product.
   std::int64_t left_floats(const ExpertWeights& weights, std::int64_t columns,
                            std::int64_t count) const {
-    if (count <= kFewRows) return count * few_floats(weights, columns);
+    switch (form_of(count)) {
+      case Form::kRows:
+        return count * row_floats(weights.format, columns);
+      case Form::kQuads:
+        return (count + 7) / 8 * quad_floats(columns);
+      case Form::kTiles:
+        break;
+    }
     return round_up(count, kPanelRows) * steps_of<Steps>(columns);
   }
 
@@ -100,9 +117,11 @@ class Experts {
   // Groups pad their rows to whole tiles; at worst every group does so.
   std::int64_t most_left_floats(const ExpertWeights& weights, std::int64_t columns,
                                 std::int64_t pairs, std::int64_t groups) const {
-    const std::int64_t few = pairs * few_floats(weights, columns);
-    const std::int64_t padded = pairs + smaller(groups, pairs / (kFewRows + 1)) * (kPanelRows - 1);
-    return few + padded * steps_of<Steps>(columns);
+    const std::int64_t few = pairs * row_floats(weights.format, columns);
+    const std::int64_t more = smaller(groups, pairs / (kFewExpertRows + 1));
+    const std::int64_t padded = pairs + more * (kPanelRows - 1);
+    const std::int64_t quads = (pairs / 8 + more) * quad_floats(columns);
+    return few + padded * steps_of<Steps>(columns) + quads;
   }
 
   void take_plan(ScratchArena& arena, std::int64_t tokens) {
@@ -116,6 +135,7 @@ class Experts {
         arena.take<float>(size_of(most_left_floats(args_.gate_up, args_.latent, pairs, groups)));
     hiddens_ =
         arena.take<float>(size_of(most_left_floats(args_.down, args_.intermediate, pairs, groups)));
+    rows_ = arena.take<float>(size_of(may_quads() ? pairs * args_.intermediate : 0));
   }
 
   // ---- Grouping --------------------------------------------------------------------------------
@@ -135,7 +155,8 @@ class Experts {
       plan_.cursor[e] = first;
       if (count == 0) continue;
       Group& group = plan_.group[plan_.groups++];
-      group = {e, first, count, input, hidden};
+      float* rows = rows_ + (may_quads() ? first * args_.intermediate : 0);
+      group = {e, first, count, form_of(count), input, hidden, rows};
       first += count;
       input += left_floats(args_.gate_up, args_.latent, count);
       hidden += left_floats(args_.down, args_.intermediate, count);
@@ -161,41 +182,45 @@ class Experts {
   }
 
   void gather_rows(const Group& group) const {
-    const std::int64_t stride = few_floats(args_.gate_up, args_.latent);
+    const std::int64_t stride = row_floats(args_.gate_up.format, args_.latent);
     for (std::int64_t r = 0; r < group.count; ++r) {
-      float* to = group.input + r * stride;
-      if (args_.gate_up.format == WeightFormat::kMxfp4) {
-        mx_arrange_row(row_of_pair(group, r), args_.latent, to);
-      } else if (args_.gate_up.format == WeightFormat::kPacked) {
-        arrange_packed_x(row_of_pair(group, r), args_.latent, to);
-      } else {
-        std::memcpy(to, row_of_pair(group, r), size_of(args_.latent * 4));
-      }
+      arrange_row(args_.gate_up.format, row_of_pair(group, r), args_.latent,
+                  group.input + r * stride);
     }
   }
 
-  // Where tasks wrote a row of hidden activations piece by piece, its scale is known only now.
-  void arrange_hiddens() const {
-    if (args_.down.format != WeightFormat::kPacked) return;
-    const std::int64_t stride = few_floats(args_.down, args_.intermediate);
-    for (std::int64_t g = 0; g < plan_.groups; ++g) {
-      const Group& group = plan_.group[g];
-      if (!group.few()) continue;
-      for (std::int64_t r = 0; r < group.count; ++r) {
-        arrange_packed_x(group.hidden + r * stride, args_.intermediate, group.hidden + r * stride);
-      }
+  void gather(const Group& group) const {
+    switch (group.form) {
+      case Form::kRows:
+        return gather_rows(group);
+      case Form::kQuads:
+        return pack_expert_quads(
+            args_.gate_up.format, [&](std::int64_t r) { return row_of_pair(group, r); },
+            group.count, args_.latent, group.input);
+      case Form::kTiles:
+        for (std::int64_t tile = 0; tile < group.tiles(); ++tile) gather_tile(group, tile);
     }
   }
 
-  void gather_inputs() const {
-    const auto groups = size_of(plan_.groups);
-    const auto gather = [&](std::size_t index) {
-      const Group& group = plan_.group[index];
-      if (group.few()) return gather_rows(group);
-      for (std::int64_t tile = 0; tile < group.tiles(); ++tile) gather_tile(group, tile);
-    };
+  // Where tasks wrote rows of hidden activations piece by piece that must be whole to be packed.
+  void pack_hidden(const Group& group) const {
+    if (group.form == Form::kQuads) {
+      return pack_expert_quads(
+          args_.down.format, [&](std::int64_t r) { return group.rows + r * args_.intermediate; },
+          group.count, args_.intermediate, group.hidden);
+    }
+    if (group.form != Form::kRows || args_.down.format != WeightFormat::kPacked) return;
+    const std::int64_t stride = row_floats(args_.down.format, args_.intermediate);
+    for (std::int64_t r = 0; r < group.count; ++r) {
+      arrange_packed_x(group.hidden + r * stride, args_.intermediate, group.hidden + r * stride);
+    }
+  }
+
+  template <typename Body>
+  void for_each_group(Body&& body) const {
     // A few rows are copied faster than other threads wake.
-    parallel_for(plan_.tokens <= kFewRows ? Parallel{} : parallel_, groups, gather);
+    parallel_for(plan_.tokens <= kFewExpertRows ? Parallel{} : parallel_, size_of(plan_.groups),
+                 [&](std::size_t index) { body(plan_.group[index]); });
   }
 
   // ---- Tasks -----------------------------------------------------------------------------------
@@ -239,38 +264,52 @@ class Experts {
   void run_gate_up() const {
     const std::int64_t bytes = 2 * row_bytes_of(args_.gate_up.format, args_.latent);
     for_each_task(args_.intermediate, bytes, [&](const Task& task) {
-      if (task.group->few()) {
-        gate_up_few(task);
+      if (task.group->form == Form::kTiles) {
+        gate_up_tiles(task);
       } else {
-        gate_up_many(task);
+        gate_up_straight(task);
       }
     });
   }
 
-  void gate_up_few(const Task& task) const {
+  // Calls done(weight row, m, sum) for weights that are read straight through.
+  template <typename Done>
+  static void multiply_straight(const Group& group, const WeightRows& weights, float* left,
+                                Done&& done) {
+    if (group.form == Form::kQuads) {
+      return multiply_expert_quads(weights, left, group.count, done);
+    }
+    multiply_few(weights, left, row_floats(weights.format, weights.columns), group.count, done);
+  }
+
+  void gate_up_straight(const Task& task) const {
     // Sums of gate rows and of up rows, one line per token.
-    float gate[kFewRows][kMostRows], up[kFewRows][kMostRows];
+    float gate[kMostQuadRows][kMostRows], up[kMostQuadRows][kMostRows];
     const Group& group = *task.group;
     const std::int64_t expert = group.expert, rows = 2 * args_.intermediate;
-    const std::int64_t stride = few_floats(args_.gate_up, args_.latent);
     const WeightRows gates =
         rows_of(args_.gate_up, expert, rows, args_.latent, task.first, task.count);
     const WeightRows ups = rows_of(args_.gate_up, expert, rows, args_.latent,
                                    args_.intermediate + task.first, task.count);
-    multiply_few(gates, group.input, stride, group.count,
-                 [&](std::int64_t row, std::int64_t m, float sum) { gate[m][row] = sum; });
-    multiply_few(ups, group.input, stride, group.count,
-                 [&](std::int64_t row, std::int64_t m, float sum) { up[m][row] = sum; });
-    const std::int64_t hidden_stride = few_floats(args_.down, args_.intermediate);
+    multiply_straight(group, gates, group.input,
+                      [&](std::int64_t row, std::int64_t m, float sum) { gate[m][row] = sum; });
+    multiply_straight(group, ups, group.input,
+                      [&](std::int64_t row, std::int64_t m, float sum) { up[m][row] = sum; });
     for (std::int64_t m = 0; m < group.count; ++m) {
+      float* hidden = hidden_row(group, m);
       for (std::int64_t i = 0; i < task.count; i += kWidth) {
         const std::int64_t here = task.count - i;
         const Lanes act =
             activate(load_first_or_all(gate[m] + i, here), load_first_or_all(up[m] + i, here));
-        store_hidden(act, smaller(here, kWidth), task.first + i, group.hidden + m * hidden_stride);
+        store_hidden(act, smaller(here, kWidth), task.first + i, hidden);
       }
-      if (task.first + task.count == args_.intermediate) pad_hidden(group.hidden, m);
+      if (task.first + task.count == args_.intermediate) pad_hidden(hidden);
     }
+  }
+
+  float* hidden_row(const Group& group, std::int64_t m) const {
+    if (group.form == Form::kQuads) return group.rows + m * args_.intermediate;
+    return group.hidden + m * row_floats(args_.down.format, args_.intermediate);
   }
 
   void store_hidden(Lanes act, std::int64_t count, std::int64_t column, float* row) const {
@@ -283,15 +322,15 @@ class Experts {
   }
 
   // Elements past the last one, in the arranged form, must be zero.
-  void pad_hidden(float* hidden, std::int64_t m) const {
+  void pad_hidden(float* hidden) const {
     if (args_.down.format != WeightFormat::kMxfp4) return;
     const std::int64_t floats = mx_row_floats(args_.intermediate);
     for (std::int64_t c = args_.intermediate; c < floats; ++c) {
-      hidden[m * floats + mx_position(c)] = 0.0f;
+      hidden[mx_position(c)] = 0.0f;
     }
   }
 
-  void gate_up_many(const Task& task) const {
+  void gate_up_tiles(const Task& task) const {
     const Group& group = *task.group;
     const std::int64_t steps = steps_of<Steps>(args_.latent);
     const std::int64_t rows = 2 * args_.intermediate;
@@ -332,10 +371,10 @@ class Experts {
   void run_down() const {
     const std::int64_t bytes = row_bytes_of(args_.down.format, args_.intermediate);
     for_each_task(args_.latent, bytes, [&](const Task& task) {
-      if (task.group->few()) {
-        down_few(task);
+      if (task.group->form == Form::kTiles) {
+        down_tiles(task);
       } else {
-        down_many(task);
+        down_straight(task);
       }
     });
   }
@@ -344,17 +383,17 @@ class Experts {
     return plan_.results + plan_.pairs[group.first + row] * args_.latent;
   }
 
-  void down_few(const Task& task) const {
+  void down_straight(const Task& task) const {
     const Group& group = *task.group;
     const WeightRows weights =
         rows_of(args_.down, group.expert, args_.latent, args_.intermediate, task.first, task.count);
-    multiply_few(weights, group.hidden, few_floats(args_.down, args_.intermediate), group.count,
-                 [&](std::int64_t row, std::int64_t m, float sum) {
-                   result_of(group, m)[task.first + row] = sum;
-                 });
+    multiply_straight(group, weights, group.hidden,
+                      [&](std::int64_t row, std::int64_t m, float sum) {
+                        result_of(group, m)[task.first + row] = sum;
+                      });
   }
 
-  void down_many(const Task& task) const {
+  void down_tiles(const Task& task) const {
     const Group& group = *task.group;
     const std::int64_t steps = steps_of<Steps>(args_.intermediate);
     float* panel = panel_memory(args_.intermediate);
@@ -409,71 +448,10 @@ class Experts {
     return panel + panel_floats(columns);
   }
 
-  // Calls done(row, m, sum) for every weight row and each of `count` <= kFewRows rows of x.
-  template <typename Done>
-  void multiply_few(const WeightRows& weights, const float* x, std::int64_t stride,
-                    std::int64_t count, Done&& done) const {
-    switch (count) {
-      case 1:
-        return multiply_tokens<1>(weights, x, stride, done);
-      case 2:
-        return multiply_tokens<2>(weights, x, stride, done);
-      case 3:
-        return multiply_tokens<3>(weights, x, stride, done);
-      default:
-        return multiply_tokens<4>(weights, x, stride, done);
-    }
-  }
-
-  template <int kTokens, typename Done>
-  void multiply_tokens(const WeightRows& weights, const float* x, std::int64_t stride,
-                       Done&& done) const {
-    switch (weights.format) {
-      case WeightFormat::kFloat32:
-        return matrix_times_tokens<kTokens>(reinterpret_cast<const float*>(weights.data),
-                                            weights.rows, weights.columns, x, stride, done);
-      case WeightFormat::kBfloat16:
-        return matrix_times_tokens<kTokens>(reinterpret_cast<const std::uint16_t*>(weights.data),
-                                            weights.rows, weights.columns, x, stride, done);
-      case WeightFormat::kMxfp4:
-        return multiply_mxfp4<kTokens>(weights, x, stride, done);
-      case WeightFormat::kPacked:
-        return packed_times_tokens<kTokens>(reinterpret_cast<const std::uint8_t*>(weights.data),
-                                            weights.rows, weights.columns, x, done);
-    }
-  }
-
-  template <int kTokens, typename Done>
-  static void multiply_mxfp4(const WeightRows& weights, const float* x, std::int64_t stride,
-                             Done&& done) {
-    constexpr int kRows = kTokens == 1 ? 4 : 2;
-    const auto* packed = reinterpret_cast<const std::uint8_t*>(weights.data);
-    const auto row_at = [&](std::int64_t row) {
-      return MxRow{packed + row * weights.row_bytes(),
-                   weights.scale + row * (weights.columns / kScaleBlock)};
-    };
-    std::int64_t row = 0;
-    for (; row + kRows <= weights.rows; row += kRows) {
-      MxRow rows[kRows];
-      for (int r = 0; r < kRows; ++r) rows[r] = row_at(row + r);
-      float sums[kRows][kTokens];
-      mx_dot_rows(rows, kRows * weights.row_bytes(), x, stride, weights.columns, sums);
-      for (int r = 0; r < kRows; ++r) {
-        for (int m = 0; m < kTokens; ++m) done(row + r, m, sums[r][m]);
-      }
-    }
-    for (; row < weights.rows; ++row) {
-      const MxRow rows[1] = {row_at(row)};
-      float sums[1][kTokens];
-      mx_dot_rows(rows, weights.row_bytes(), x, stride, weights.columns, sums);
-      for (int m = 0; m < kTokens; ++m) done(row, m, sums[0][m]);
-    }
-  }
-
   // Weighted sums over the slots, always in slot order: the result does not depend on threads.
   void combine() const {
     const std::int64_t latent = args_.latent;
-    parallel_for(plan_.tokens <= kFewRows ? Parallel{} : parallel_, size_of(plan_.tokens),
+    parallel_for(plan_.tokens <= kFewExpertRows ? Parallel{} : parallel_, size_of(plan_.tokens),
                  [&](std::size_t index) {
                    const std::int64_t t = static_cast<std::int64_t>(index);
                    const std::int64_t token = plan_.first_token + t;
@@ -497,6 +475,7 @@ class Experts {
   Plan plan_;
   float* inputs_ = nullptr;
   float* hiddens_ = nullptr;
+  float* rows_ = nullptr;
 };
 
 }  // namespace

@@ -19,20 +19,27 @@ constexpr std::int64_t packed_place(std::int64_t column) {
   return column - within + within % 16 / 8 * 32 + within / 16 * 8 + within % 8;
 }
 
-// Up to eight scaled and rounded rows of x in that order, and the powers of two they were scaled
-// by.
+// Up to eight scaled and rounded rows of x in that order, and behind them the powers of two that
+// they were scaled by: a view of memory that pack() has filled.
 class PackedQuads {
  public:
   static constexpr std::int64_t bytes(std::int64_t columns) {
-    return static_cast<std::int64_t>(sizeof(std::uint16_t)) * quad_panel_elements(columns);
+    return quad_panel_elements(columns) * std::int64_t{sizeof(std::uint16_t)} +
+           kQuadTokens * std::int64_t{sizeof(std::int32_t)};
   }
 
   // `memory` has bytes(columns) bytes and must outlive this.
-  PackedQuads(const float* x, std::int64_t stride, std::int64_t tokens, std::int64_t columns,
-              void* memory)
-      : panel_(static_cast<std::uint16_t*>(memory)), tokens_(tokens), columns_(columns) {
-    if (tokens < kQuadTokens) std::memset(memory, 0, static_cast<std::size_t>(bytes(columns)));
-    for (std::int64_t m = 0; m < tokens; ++m) pack(x + m * stride, m);
+  PackedQuads(void* memory, std::int64_t tokens, std::int64_t columns)
+      : panel_(static_cast<std::uint16_t*>(memory)),
+        shift_(reinterpret_cast<std::int32_t*>(panel_ + quad_panel_elements(columns))),
+        tokens_(tokens),
+        columns_(columns) {}
+
+  // Fills the memory from the rows row_at(0), row_at(1) and so on.
+  template <typename RowAt>
+  void pack(RowAt&& row_at) const {
+    if (tokens_ < kQuadTokens) std::memset(panel_, 0, static_cast<std::size_t>(bytes(columns_)));
+    for (std::int64_t m = 0; m < tokens_; ++m) pack_row(row_at(m), m);
   }
 
   const std::uint16_t* panel() const { return panel_; }
@@ -47,7 +54,7 @@ class PackedQuads {
   }
 
  private:
-  void pack(const float* row, std::int64_t m) {
+  void pack_row(const float* row, std::int64_t m) const {
     shift_[m] = packed_x_shift(row, columns_);
     const __m512 scale =
         _mm512_set1_ps(float_from_bits(static_cast<std::uint32_t>(shift_[m] + 127) << 23));
@@ -57,15 +64,14 @@ class PackedQuads {
       std::uint16_t quads[16];
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(quads), rounded);
       for (std::int64_t i = 0; i < 16; i += kQuadColumns) {
-        const std::int64_t to = quad_position(packed_place(c + i), m);
-        std::memcpy(panel_ + to, quads + i, sizeof(std::uint16_t) * kQuadColumns);
+        std::memcpy(panel_ + quad_position(packed_place(c + i), m), quads + i, 8);
       }
     }
   }
 
   std::uint16_t* panel_;
+  std::int32_t* shift_;
   std::int64_t tokens_, columns_;
-  int shift_[kQuadTokens] = {};
 };
 
 // A block as it is multiplied: [128] bfloat16 numbers in the order of packed_place.

@@ -25,26 +25,24 @@ constexpr std::int64_t quad_panel_elements(std::int64_t columns) {
   return round_up(columns, kQuadColumns) * kQuadTokens;
 }
 
-// Rounds up to eight rows of x, `stride` apart, into a panel.
-inline void pack_quads(const float* x, std::int64_t stride, std::int64_t tokens,
-                       std::int64_t columns, std::uint16_t* panel) {
+// Rounds up to eight rows of x, row_at(0), row_at(1) and so on, into a panel.
+template <typename RowAt>
+inline void pack_quads(RowAt&& row_at, std::int64_t tokens, std::int64_t columns,
+                       std::uint16_t* panel) {
   constexpr std::int64_t kQuad = kQuadTokens * kQuadColumns;
   if (tokens < kQuadTokens || columns % kQuadColumns != 0) {
     const std::int64_t elements = quad_panel_elements(columns);
     std::memset(panel, 0, sizeof(std::uint16_t) * static_cast<std::size_t>(elements));
   }
   for (std::int64_t m = 0; m < tokens; ++m) {
-    const float* row = x + m * stride;
+    const float* row = row_at(m);
     std::uint16_t* to = panel + m * kQuadColumns;
     std::int64_t column = 0;
     for (; column + 16 <= columns; column += 16, to += 4 * kQuad) {
       const auto rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(row + column));
-      const __m128i low = _mm256_castsi256_si128(rounded);
-      const __m128i high = _mm256_extracti128_si256(rounded, 1);
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(to), low);
-      _mm_storeh_pd(reinterpret_cast<double*>(to + kQuad), _mm_castsi128_pd(low));
-      _mm_storel_epi64(reinterpret_cast<__m128i*>(to + 2 * kQuad), high);
-      _mm_storeh_pd(reinterpret_cast<double*>(to + 3 * kQuad), _mm_castsi128_pd(high));
+      std::uint16_t quads[16];
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(quads), rounded);
+      for (int i = 0; i < 4; ++i) std::memcpy(to + i * kQuad, quads + i * kQuadColumns, 8);
     }
     for (std::int64_t i = 0; column < columns; ++column, ++i) {
       to[i / kQuadColumns * kQuad + i % kQuadColumns] = bf16_from_float(row[column]);

@@ -152,7 +152,7 @@ def expect_experts(op, level, arrays, gate_up, down, weights, **activation):
 
 @pytest.mark.parametrize("activation", [SITU, SILU, {"activation": "situ", "beta": 2.0}])
 @pytest.mark.parametrize("weights", [np.float32, BFLOAT16])
-@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 12, 24, 40])  # each expert gets about half of them
 def test_experts(level, rng, activation, weights, tokens):
     arrays = draw(rng, tokens)
     arrays |= {name: arrays[name].astype(weights) for name in ("gate_up", "down")}
@@ -162,7 +162,7 @@ def test_experts(level, rng, activation, weights, tokens):
 
 @pytest.mark.parametrize("weights", [np.float32, BFLOAT16])
 @pytest.mark.parametrize(("latent", "intermediate"), [(37, 21), (1, 1), (130, 67)])
-@pytest.mark.parametrize("tokens", [2, 33])
+@pytest.mark.parametrize("tokens", [2, 17, 45])
 def test_experts_odd_widths(level, rng, weights, latent, intermediate, tokens):
     arrays = draw(rng, tokens, latent=latent, intermediate=intermediate)
     arrays |= {name: arrays[name].astype(weights) for name in ("gate_up", "down")}

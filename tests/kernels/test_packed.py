@@ -135,3 +135,14 @@ def test_experts_equal_those_of_bfloat16(level, rng, tokens, rounding):
     (got,) = run("MoeExpertsPacked", twins, {"output": np.float32}, **attributes)
     # Few rows differ in the order of sums alone; many meet the same panels, bit for bit.
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max(initial=0.0))
+
+
+@pytest.mark.parametrize("tokens", [15, 30])  # each expert gets about 6 or 12 of them
+def test_experts_with_rounded_rows(level, rng, tokens):
+    arrays = test_moe.draw(rng, tokens, 5, 2, 256, 128)
+    weights = {name: bf16(arrays[name]) for name in ("gate_up", "down")}
+    arrays |= {name: packed(array) for name, array in weights.items()}
+    wide = {name: f64(array) for name, array in weights.items()}
+    test_moe.expect_experts(
+        "MoeExpertsPacked", level, arrays, **wide, weights=BFLOAT16, **test_moe.SITU
+    )
