@@ -16,13 +16,14 @@ from typing import Any
 from hybridge.artifacts.artifact import open_artifact
 from hybridge.artifacts.canonical import canonical_json, digest, readable_json
 from hybridge.artifacts.errors import ArtifactError
-from hybridge.artifacts.folders import StagingFolder
+from hybridge.artifacts.folders import StagingFolder, already_exists
 from hybridge.artifacts.record import parse_json, read_limited
 
 _FIELDS = "fields.json"
 _ARTIFACT = "artifact"
 _MAX_FIELDS_BYTES = 64 << 20
 _ABSENT = "(absent)"
+_SHOWN = 5  # differences in a message
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Miss:
             return f"the cached entry is damaged: {self.damaged}"
         if self.nearest is None:
             return "the cache is empty"
-        return "; ".join(str(difference) for difference in self.differences)
+        shown = [str(difference) for difference in self.differences[:_SHOWN]]
+        more = len(self.differences) - len(shown)
+        return "; ".join([*shown, *([f"and {more} more"] if more else [])])
 
 
 class CompileCache:
@@ -86,6 +89,26 @@ class CompileCache:
         if not entry.is_dir() or self._damage(entry, fields):
             return None
         return entry / _ARTIFACT
+
+    def copy_to(self, fields: Mapping[str, Any], output: str | Path, *, overwrite: bool) -> bool:
+        """Put a copy of the cached artifact where a compiled one would be; False if there is none.
+
+        Raises:
+            ArtifactError: ``output`` exists and ``overwrite`` is False, or cannot be written.
+        """
+        found = self.get(fields)
+        if found is None:
+            return False
+        if Path(output).exists() and not overwrite:
+            raise already_exists(Path(output))
+        staging = StagingFolder(Path(output))
+        try:
+            shutil.copytree(found, staging.path, symlinks=True, dirs_exist_ok=True)
+            staging.publish(overwrite=overwrite)
+        except BaseException:
+            staging.discard()
+            raise
+        return True
 
     def put(self, fields: Mapping[str, Any], artifact: str | Path) -> Path:
         """Keep a copy of an artifact; one that is there already and sound is left alone.

@@ -32,6 +32,7 @@ class CompileOptions:
             nothing.
         dumps: keep the graph after every pass in the artifact.
         check_passes: run the graph on real values after every pass and record the largest change.
+        golden: record what the eager model computes, for `verify`; where there are weights and they fit in memory.
     """
 
     target: str = "cpu"
@@ -42,6 +43,7 @@ class CompileOptions:
     activations: Activations = "float32"
     dumps: bool = False
     check_passes: bool = False
+    golden: bool = True
 
 
 @dataclass

@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import torch
 
+from hybridge.artifacts.cache import CompileCache
 from hybridge.artifacts.errors import UsageError
-from hybridge.artifacts.manifest import GoldenSpec, Manifest
+from hybridge.artifacts.manifest import GoldenSpec, Manifest, read_manifest
 from hybridge.artifacts.store import ArtifactWriter
 from hybridge.compiler.build import ACTIVATIONS, Activations, Build, CompileOptions
+from hybridge.compiler.cache_key import cache_fields
 from hybridge.compiler.describe import describe, report
 from hybridge.compiler.pipeline import run_pipeline, select_passes
 from hybridge.compiler.reference import (
@@ -54,8 +56,10 @@ def compile_model(
     activations: str = "float32",
     dumps: bool = False,
     check_passes: bool = False,
+    golden: bool = True,
     ascend: AscendOptions | None = None,
     overwrite: bool = False,
+    cache: str | Path | None = None,
     progress: Progress = lambda _: None,
 ) -> Manifest:
     """Compile a checkpoint into an artifact.
@@ -63,11 +67,12 @@ def compile_model(
     Args:
         source: a checkpoint folder; with `weights="none"` also a preset's name or a config.json.
         output: the artifact's folder; nothing is visible there before all is done.
-        target, phases, passes, weights, block_size, activations, dumps, check_passes: see `CompileOptions`;
-            weights None is "reference" for the CPU and "copy" for Ascend, whose graphs read most weights in
-            another form than the checkpoint's.
+        target, phases, passes, weights, block_size, activations, dumps, check_passes, golden: see
+            `CompileOptions`; weights None is "reference" for the CPU and "copy" for Ascend, whose graphs read most
+            weights in another form than the checkpoint's.
         ascend: more options of an Ascend target; SoC and block size are those above.
         overwrite: replace an artifact that is there.
+        cache: a folder that keeps a copy of every artifact by all that decides it, and serves it the next time.
         progress: told what is being done.
 
     Returns:
@@ -80,29 +85,87 @@ def compile_model(
             node cannot be lowered.
         ArtifactError: the output exists or cannot be written.
     """
-    options = _options(
-        target, phases, passes, weights, block_size, activations, dumps, check_passes
+    options = _checked(
+        CompileOptions(
+            target=target,
+            phases=tuple(cast(Sequence[Phase], phases or PHASES)),
+            passes=None if passes is None else tuple(passes),
+            weights=cast(WeightsPolicy, weights or ("copy" if target in SOCS else "reference")),
+            block_size=block_size,
+            activations=cast(Activations, activations),
+            dumps=dumps,
+            check_passes=check_passes,
+            golden=golden,
+        )
     )
     on_ascend = ascend_artifact.choose_options(target, block_size, ascend)
     model = open_source(source, with_weights=options.weights != "none")
+    if cache is not None:
+        kept = CompileCache(cache)
+        return _reuse(kept, model, Path(output), options, on_ascend, overwrite, progress)
+    return _compile(model, Path(output), options, on_ascend, overwrite, progress)
+
+
+def _reuse(
+    kept: CompileCache,
+    model: Source,
+    output: Path,
+    options: CompileOptions,
+    on_ascend: AscendOptions | None,
+    overwrite: bool,
+    progress: Progress,
+) -> Manifest:
+    """The artifact from the cache; one that is not there is compiled and kept."""
+    golden = _wants_golden(model, options) and fits_in_memory(model.config)
+    progress("cache: hash the checkpoint and the compiler")
+    fields = cache_fields(model, options, on_ascend, golden=golden)
+    if kept.copy_to(fields, output, overwrite=overwrite):
+        progress(f"cache: copied from {kept.folder}, nothing to compile")
+        return read_manifest(output)[0]
+    progress(f"cache: not there: {kept.explain_miss(fields)}")
+    manifest = _compile(model, output, options, on_ascend, overwrite, progress)
+    # Memory may have run short since the key was made: the artifact would lie under a key of what it has not.
+    if bool(manifest.golden) == golden:
+        kept.put(fields, output)
+    return manifest
+
+
+def _compile(
+    model: Source,
+    output: Path,
+    options: CompileOptions,
+    on_ascend: AscendOptions | None,
+    overwrite: bool,
+    progress: Progress,
+) -> Manifest:
     build = Build()
     with ArtifactWriter(output, overwrite=overwrite) as writer:
         with _without_garbage_collection():
             _trace_and_rewrite(model, options, writer, build, progress)
         if on_ascend is not None:
             return _finish_on_ascend(model, options, on_ascend, writer, build, progress)
-        with _without_garbage_collection():
-            graphs = _emit_graphs(model, options, writer, build, progress)
-        with build.timed("weights"):
-            progress(f"weights: {options.weights}")
-            _write_weights(model, options, writer, graphs)
-        with build.timed("golden"):
-            golden = _write_golden(model, options, writer, progress)
-        if model.tokenizer is not None:
-            writer.add_file("tokenizer/tokenizer.json", model.tokenizer)
-        progress("write the manifest")
-        manifest = describe(model, options, build, graphs, golden)
-        return writer.finish(manifest, report(build))
+        return _finish_on_cpu(model, options, writer, build, progress)
+
+
+def _finish_on_cpu(
+    model: Source,
+    options: CompileOptions,
+    writer: ArtifactWriter,
+    build: Build,
+    progress: Progress,
+) -> Manifest:
+    """From rewritten graphs to an artifact for the CPU."""
+    with _without_garbage_collection():
+        graphs = _emit_graphs(model, options, writer, build, progress)
+    with build.timed("weights"):
+        progress(f"weights: {options.weights}")
+        _write_weights(model, options, writer, graphs)
+    with build.timed("golden"):
+        golden = _write_golden(model, options, writer, progress)
+    if model.tokenizer is not None:
+        writer.add_file("tokenizer/tokenizer.json", model.tokenizer)
+    progress("write the manifest")
+    return writer.finish(describe(model, options, build, graphs, golden), report(build))
 
 
 def _finish_on_ascend(
@@ -145,38 +208,22 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _options(
-    target: str,
-    phases: Sequence[str] | None,
-    passes: Sequence[str] | None,
-    weights: str | None,
-    block_size: int,
-    activations: str,
-    dumps: bool,
-    check_passes: bool,
-) -> CompileOptions:
-    wanted = tuple(phases) if phases else PHASES
-    weights = weights or ("copy" if target in SOCS else "reference")
+def _checked(options: CompileOptions) -> CompileOptions:
+    """The options with their phases in order; refuses what does not fit."""
     for value, known, what in (
-        (target, ("cpu", *SOCS), "target"),
-        (weights, POLICIES, "weights policy"),
-        (activations, ACTIVATIONS, "activation type"),
-        *((phase, PHASES, "phase") for phase in wanted),
+        (options.target, ("cpu", *SOCS), "target"),
+        (options.weights, POLICIES, "weights policy"),
+        (options.activations, ACTIVATIONS, "activation type"),
+        *((phase, PHASES, "phase") for phase in options.phases),
     ):
         if value not in known:
             raise UsageError(f"unknown {what} {value!r}", f"use one of {', '.join(known)}")
-    if weights == "packed" and target in SOCS:
-        raise UsageError(f"packed weights do not fit {target}", "use --weights copy")
-    if block_size < 1:
-        raise UsageError(f"block size {block_size} is not positive", "use 16, 64 or 128")
-    ordered = tuple(phase for phase in PHASES if phase in wanted)
-    chosen = None if passes is None else tuple(passes)
-    select_passes(chosen)
-    policy = cast(WeightsPolicy, weights)
-    rounding = cast(Activations, activations)
-    return CompileOptions(
-        target, ordered, chosen, policy, block_size, rounding, dumps, check_passes
-    )
+    if options.weights == "packed" and options.target in SOCS:
+        raise UsageError(f"packed weights do not fit {options.target}", "use --weights copy")
+    if options.block_size < 1:
+        raise UsageError(f"block size {options.block_size} is not positive", "use 16, 64 or 128")
+    select_passes(options.passes)
+    return replace(options, phases=tuple(each for each in PHASES if each in options.phases))
 
 
 def _trace_and_rewrite(
@@ -273,9 +320,14 @@ def _write_weights(
     weights.write(wanted[name] for name in sorted(wanted))
 
 
+def _wants_golden(model: Source, options: CompileOptions) -> bool:
+    weighted = model.checkpoint is not None and options.weights != "none"
+    return options.golden and weighted and options.phases == PHASES
+
+
 def _eager(model: Source, options: CompileOptions, progress: Progress) -> HybridModel | None:
     """The eager model for golden values; None where there are no weights or they do not fit."""
-    if model.checkpoint is None or options.weights == "none" or options.phases != PHASES:
+    if model.checkpoint is None or not _wants_golden(model, options):
         return None
     if not fits_in_memory(model.config):
         progress("golden: left out, the eager model does not fit in memory here")

@@ -17,7 +17,7 @@ from hybridge.models.caches import CacheShape, cache_shapes
 
 # A longer context costs cache memory from the start; the user raises it when loading.
 DEFAULT_CONTEXT = 4096
-_TOOLS = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
+TOOLS = ("torch", "onnx", "onnxscript", "onnx-ir", "onnxruntime")
 
 
 def describe(
@@ -57,7 +57,7 @@ def describe(
             phase: tuple(_pass_record(result) for result in report.results)
             for phase, report in build.reports.items()
         },
-        tools={name: importlib.metadata.version(name) for name in _TOOLS},
+        tools={name: importlib.metadata.version(name) for name in TOOLS},
         special_tokens=record.SpecialTokens(
             config.bos_token_id, config.eos_token_ids, config.pad_token_id
         ),

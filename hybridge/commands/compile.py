@@ -114,6 +114,12 @@ Examples:
 )
 @click.option("--no-streams", is_flag=True, help="Ascend: keep everything on one stream.")
 @click.option("--overwrite", is_flag=True, help="Replace an artifact that is there.")
+@click.option(
+    "--cache",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Keep a copy of the artifact here, and take it from here where nothing that decides it has changed.",
+)
 @click.option("--dumps", is_flag=True, help="Keep the graph after each pass, in dumps/.")
 @click.option(
     "--check-passes",
@@ -139,6 +145,7 @@ def compile_command(
     rank: int | None,
     no_streams: bool,
     overwrite: bool,
+    cache: Path | None,
     dumps: bool,
     check_passes: bool,
     quiet: bool,
@@ -163,6 +170,7 @@ def compile_command(
         activations=activations,
         ascend=_ascend_options(target, cann, nz, buckets, devices, rank, no_streams),
         overwrite=overwrite,
+        cache=cache,
         dumps=dumps,
         check_passes=check_passes,
         progress=Progress(quiet=quiet),

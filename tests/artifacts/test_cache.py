@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hybridge.artifacts.artifact import open_artifact
 from hybridge.artifacts.cache import CompileCache
 from hybridge.artifacts.errors import ArtifactError
 
@@ -67,6 +68,29 @@ def test_a_miss_names_the_field(cache: CompileCache, path: str, value: Any, fiel
     miss = cache.explain_miss(fields)
     assert field in [difference.field for difference in miss.differences]
     assert field in str(miss)
+
+
+def test_a_long_explanation_is_cut(cache: CompileCache) -> None:
+    many = {**FIELDS, "sources": {f"{place}.py": str(place) for place in range(9)}}
+    text = str(cache.explain_miss(many))
+    assert "sources.0.py: '0', cached with '(absent)'" in text
+    assert text.endswith("; and 4 more")
+
+
+def test_an_entry_is_copied_out_and_replaces_only_if_asked(
+    cache: CompileCache, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert not cache.copy_to(with_field("pipeline", []), out, overwrite=False)
+    assert not out.exists()
+    assert cache.copy_to(FIELDS, out, overwrite=False)
+    open_artifact(out)
+    (out / "manifest.json").write_text("damaged")
+    with pytest.raises(ArtifactError, match="exists already"):
+        cache.copy_to(FIELDS, out, overwrite=False)
+    assert cache.copy_to(FIELDS, out, overwrite=True)
+    open_artifact(out)
+    assert cache.get(FIELDS) is not None
 
 
 def test_the_nearest_entry_explains(cache: CompileCache, artifact: Path) -> None:

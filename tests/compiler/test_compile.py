@@ -11,7 +11,10 @@ from golden_data import FOLDER
 from hybridge.artifacts.artifact import open_artifact
 from hybridge.artifacts.errors import ArtifactError, CheckpointError, HybridgeError, UsageError
 from hybridge.artifacts.weights import read_weights
+from hybridge.compiler import compile as compiling
 from hybridge.compiler import compile_model
+from hybridge.compiler.build import CompileOptions
+from hybridge.compiler.source import open_source
 from hybridge.runner import load
 from hybridge.runner.verify import verify_golden
 
@@ -109,6 +112,12 @@ def test_arguments_that_do_not_fit_are_refused_at_once(
     assert words in str(caught.value)
     assert caught.value.remedy
     assert not list(tmp_path.iterdir())
+
+
+def test_golden_values_are_left_out_on_request() -> None:
+    model = open_source(FOLDER / "kimi-linear-tiny", with_weights=True)
+    assert compiling._eager(model, CompileOptions(), lambda _: None) is not None
+    assert compiling._eager(model, CompileOptions(golden=False), lambda _: None) is None
 
 
 def test_an_artifact_is_not_replaced_unasked(compiled: Path, tiny_checkpoint: Path) -> None:
