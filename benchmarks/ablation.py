@@ -1,31 +1,27 @@
-"""What each pass is worth: the model compiled with all passes, then with each one left out.
+"""What each pass is worth: the model compiled with all passes, in turns with the model compiled without one.
 
     env -u OMP_NUM_THREADS python benchmarks/ablation.py --checkpoint FOLDER [--activations bfloat16]
 
-Prints a markdown table and writes build/ablation.json. Every round loads the variants one after the other and measures
-a prompt and single decode steps; a figure is the median over the rounds, so that a slow minute does not fall on
-one variant. A pass that works on what another one makes goes with it: then the row says so.
+Prints a markdown table and writes build/ablation.json. The two take turns in one process (see `machine.take_turns`),
+on a prompt and on a decode step, so that a slow minute falls on both. A pass that works on what another one makes goes
+with it: then the row says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from hybridge.compiler import compile as compiling
 from hybridge.compiler import compile_model
 from hybridge.compiler.pipeline import PIPELINE, pass_names
 from hybridge.models.new_checkpoint import write_checkpoint
 from hybridge.models.presets import preset
-from hybridge.runner import load
+from machine import take_turns
+from whole_model import Compiled, forget
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL = "(none)"
@@ -35,14 +31,18 @@ NOISE = 0.03
 
 @dataclass
 class Variant:
-    """One set of passes and its times in milliseconds, one a round (prefill) or a step (decode)."""
+    """One set of passes; what a phase takes with it, and with all passes in turns with it, in milliseconds."""
 
     left_out: str
     passes: tuple[str, ...]
     artifact: Path
     nodes: dict[str, int] = field(default_factory=dict)
-    prefill_ms: list[float] = field(default_factory=list)
-    decode_ms: list[float] = field(default_factory=list)
+    ms: dict[str, float] = field(default_factory=dict)
+    all_ms: dict[str, float] = field(default_factory=dict)
+
+    def ratio(self, phase: str) -> float:
+        """How much longer it takes than with all passes."""
+        return self.ms[phase] / self.all_ms[phase]
 
 
 def dependents(name: str) -> tuple[str, ...]:
@@ -72,66 +72,51 @@ def compile_variant(checkpoint: Path, variant: Variant, activations: str) -> Non
         passes=variant.passes,
         weights="reference",
         activations=activations,
-        overwrite=True,
+        golden=False,
     )
     for phase, records in manifest.passes.items():
         variant.nodes[phase] = records[-1].nodes_after if records else 0
 
 
-def measure(variant: Variant, tokens: Sequence[int], prompt: int, context: int, steps: int) -> None:
-    """One round: a prompt, then decode steps after a context."""
-    with load(variant.artifact, slots=1, max_context=len(tokens)) as engine:
-        engine.prefill_chunk = len(tokens)
-        for warm in (True, False):
-            start = time.perf_counter()
-            next(engine.generate(list(tokens[:prompt]), max_new_tokens=1))
-            if not warm:
-                variant.prefill_ms.append((time.perf_counter() - start) * 1000)
-        sequence = engine.add(list(tokens[:context]), max_new_tokens=steps + 3, stop_ids=())
-        while not engine.tokens(sequence):
-            engine.step()
-        engine.step()
-        for _ in range(steps):
-            start = time.perf_counter()
-            engine.step()
-            variant.decode_ms.append((time.perf_counter() - start) * 1000)
-        engine.free(sequence)
+def measure(variant: Variant, everything: Variant, sizes: Mapping[str, int], turns: int) -> None:
+    """Fill in the times of a variant: a prompt of `sizes["prefill"]`, a decode step at `sizes["decode"]`."""
+    for phase, tokens in sizes.items():
+        sides = [Compiled(each.left_out, each.artifact) for each in (everything, variant)]
+        steps = {
+            side.name: side.decode(1, tokens) if phase == "decode" else side.prefill(tokens)
+            for side in sides
+        }
+        times = take_turns(steps, turns)
+        variant.all_ms[phase], variant.ms[phase] = times[ALL], times[variant.left_out]
+        steps.clear()
+        forget()
 
 
 def rows(every: Sequence[Variant]) -> list[dict[str, object]]:
-    """A row a variant: medians, and how much longer it takes than with all passes."""
-    base = [statistics.median(times) for times in (every[0].prefill_ms, every[0].decode_ms)]
-    result: list[dict[str, object]] = []
-    for variant in every:
-        times = [statistics.median(each) for each in (variant.prefill_ms, variant.decode_ms)]
-        ratios = [now / then for now, then in zip(times, base, strict=True)]
-        named = zip(("prefill", "decode"), ratios, strict=True)
-        pays = [phase for phase, ratio in named if ratio > 1 + NOISE]
-        result.append(
-            {
-                **{key: value for key, value in asdict(variant).items() if key != "artifact"},
-                "prefill_median_ms": times[0],
-                "decode_median_ms": times[1],
-                "prefill_ratio": ratios[0],
-                "decode_ratio": ratios[1],
-                "pays_on": pays,
-            }
-        )
-    return result
+    """A row a variant that leaves something out."""
+    return [
+        {
+            **{key: value for key, value in asdict(each).items() if key != "artifact"},
+            "ratio": {phase: each.ratio(phase) for phase in each.ms},
+            "pays_on": [phase for phase in each.ms if each.ratio(phase) > 1 + NOISE],
+        }
+        for each in every
+    ]
 
 
-def table(found: Sequence[dict[str, object]], prompt: int, context: int) -> str:
+def table(every: Sequence[Variant], sizes: Mapping[str, int]) -> str:
     lines = [
-        f"| left out | prefill {prompt}, ms | times all | decode at {context}, ms | times all | nodes | pays on |",
+        f"| left out | prefill {sizes['prefill']}, ms | times all | decode at {sizes['decode']}, ms | times all "
+        "| nodes | pays on |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in found:
-        pays = ", ".join(row["pays_on"]) or "neither"  # type: ignore[arg-type]
-        nodes = " / ".join(str(count) for count in row["nodes"].values())  # type: ignore[attr-defined]
+    for each in every:
+        pays = [phase for phase in each.ms if each.ratio(phase) > 1 + NOISE]
+        nodes = " / ".join(str(count) for count in each.nodes.values())
         lines.append(
-            f"| {row['left_out']} | {row['prefill_median_ms']:.1f} | {row['prefill_ratio']:.2f} "
-            f"| {row['decode_median_ms']:.2f} | {row['decode_ratio']:.2f} | {nodes} "
-            f"| {'' if row['left_out'] == ALL else pays} |"
+            f"| {each.left_out} | {each.ms['prefill']:.1f} | {each.ratio('prefill'):.2f} "
+            f"| {each.ms['decode']:.2f} | {each.ratio('decode'):.2f} | {nodes} "
+            f"| {', '.join(pays) or 'neither'} |"
         )
     return "\n".join(lines)
 
@@ -145,31 +130,25 @@ def main() -> None:
     parser.add_argument("--activations", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="decode steps a round")
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=pass_names(), help="passes to leave out")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "ablation.json")
     options = parser.parse_args()
-    # Golden values would run the eager model once a variant; nothing here reads them.
-    compiling.fits_in_memory = lambda _: False  # type: ignore[assignment]
+    sizes = {"prefill": options.prompt, "decode": options.context}
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = options.checkpoint or Path(scratch) / "checkpoint"
         if options.checkpoint is None:
             write_checkpoint(preset(options.preset), checkpoint, progress=print)
-        every = variants(Path(scratch), options.only)
-        for variant in every:
+        everything, *others = variants(Path(scratch), options.only)
+        for variant in (everything, *others):
             print(f"compile without {variant.left_out}", flush=True)
             compile_variant(checkpoint, variant, options.activations)
-        longest = max(options.prompt, options.context) + options.steps + 8
-        tokens = np.random.default_rng(0).integers(0, 200, longest).tolist()
-        for number in range(options.rounds):
-            for variant in every:
-                measure(variant, tokens, options.prompt, options.context, options.steps)
-            print(f"round {number + 1} of {options.rounds}", flush=True)
-        found = rows(every)
-    print(table(found, options.prompt, options.context))
+        for variant in others:
+            measure(variant, everything, sizes, options.turns)
+            print(f"measured without {variant.left_out}", flush=True)
+    print(table(others, sizes))
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps(rows(others), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

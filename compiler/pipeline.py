@@ -127,7 +127,6 @@ def run_pipeline(
         VerifyError: a step changed the results.
     """
     steps = select_passes(passes)
-    chosen = {step.name for step in steps}
     if weights:
         mark_weights(graph_module, dict(weights))
     require_model(graph_module, "trace")
@@ -135,34 +134,49 @@ def run_pipeline(
     dumps.add("trace", graph_module)
     if check and check_inputs is None:
         check_inputs = example_values(graph_module)
-    proofs = {} if proofs is None else proofs
-    before = _results(graph_module, check_inputs)
-    moved = bytes_moved(graph_module.graph)
+    run = _Run(graph_module, phase, {} if proofs is None else proofs, check_inputs)
+    names = {step.name for step in steps}
     results: list[PassResult] = []
     for step in steps:
-        result = run_pass(step, PassContext(graph_module, phase, proofs))
-        able = all(name in chosen for name in step.needs)
-        after_step = bytes_moved(graph_module.graph) if result.modified else moved
-        result = replace(
-            result,
-            expected=step.expect(config, phase) if able else 0,
-            moved_before=moved,
-            moved_after=after_step,
-        )
-        moved = after_step
-        require_valid(graph_module, step.name)
-        _require_matches(result, phase)
-        if check_inputs is not None and result.modified:
-            after = _results(graph_module, check_inputs)
-            result = replace(result, difference=_compare(step.name, before, after))
-            before = after
+        able = all(name in names for name in step.needs)
+        result = run.apply(step, expected=step.expect(config, phase) if able else 0)
         dumps.add(step.name, graph_module)
         results.append(result)
         if on_step is not None:
             on_step(result)
-        _logger.debug("%s %s: %d matches", phase, step.name, len(result.matches))
     require_model(graph_module, "after all passes", FOR_TARGETS)
     return PipelineReport(phase, tuple(results), dumps.texts)
+
+
+class _Run:
+    """One graph on its way through the passes, with what is known of it so far."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        phase: str,
+        proofs: dict[str, Any],
+        check_inputs: Mapping[str, Tensor] | None,
+    ) -> None:
+        self._gm, self._phase, self._proofs, self._inputs = gm, phase, proofs, check_inputs
+        self._values = _results(gm, check_inputs)
+        self._moved = bytes_moved(gm.graph)
+
+    def apply(self, step: Pass, expected: int) -> PassResult:
+        """One pass, and whether its graph is valid, has the matches that it should, and computes the same."""
+        result = run_pass(step, PassContext(self._gm, self._phase, self._proofs))
+        before = self._moved
+        if result.modified:
+            self._moved = bytes_moved(self._gm.graph)
+        result = replace(result, expected=expected, moved_before=before, moved_after=self._moved)
+        require_valid(self._gm, step.name)
+        _require_matches(result, self._phase)
+        if self._inputs is not None and result.modified:
+            values = _results(self._gm, self._inputs)
+            result = replace(result, difference=_compare(step.name, self._values, values))
+            self._values = values
+        _logger.debug("%s %s: %d matches", self._phase, step.name, len(result.matches))
+        return result
 
 
 def _require_matches(result: PassResult, phase: str) -> None:
