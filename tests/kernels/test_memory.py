@@ -147,3 +147,16 @@ def test_states_are_used_beyond_2_31_elements(level):
     ]
     np.testing.assert_array_equal(*results)
     np.testing.assert_array_equal(far["state"][-1], near["state"][0])
+
+
+@pytest.mark.parametrize("tokens", [2, 12])
+def test_kv_b_rows_beyond_2_31_elements(level, rng, vast_cache, tokens):
+    """Two heads: only their last rows are read, those of the second at the very end."""
+    weight = vast_cache.reshape(-1, ROW)
+    weight[-5:] = rng.standard_normal((5, ROW)).astype(BFLOAT16)
+    latent = rng.standard_normal((tokens, 2, ROW)).astype(np.float32)
+    given = {"latent": latent, "kv_b_weight": weight}
+    (out,) = run("MlaExpandValue", given, {"out": np.float32}, value_dim=5)
+    np.testing.assert_array_equal(out[:, 0], 0)
+    np.testing.assert_allclose(out[:, 1], f64(latent[:, 1]) @ f64(weight[-5:]).T, atol=1e-4)
+    weight[-5:] = 0

@@ -55,7 +55,8 @@ def lower_mla_absorb(gm: GraphModule) -> int:
 
 
 def _lower(node: Node, x: Node, rows: HeadRows, *, absorbs: bool) -> bool:
-    if rows.start != 0 if absorbs else rows.stop != rows.per_head:
+    in_place = rows.start == 0 if absorbs else rows.stop == rows.per_head
+    if not in_place:
         return False
     node.args = (x, rows.weight)
     if absorbs:
