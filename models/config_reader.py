@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Final, cast
 
-from hybridge.models.config_section import Section
+from hybridge.models.config_family import family_of
+from hybridge.models.config_section import Section, SharedFields
 from hybridge.models.model_config import (
     MXFP4_FORMAT,
     MXFP4_GROUP,
@@ -23,20 +24,6 @@ from hybridge.models.model_config import (
 
 DEFAULT_LATENT_NORM_EPS: Final = 1e-6
 
-_ARCHITECTURES: Final[dict[str, Family]] = {
-    "KimiLinearForCausalLM": "kimi_linear",
-    "KimiK3ForConditionalGeneration": "kimi_k3",
-    "KimiK3ForCausalLM": "kimi_k3",
-    "KimiK31ForConditionalGeneration": "kimi_k3.1",
-    "KimiK31ForCausalLM": "kimi_k3.1",
-}
-_MODEL_TYPES: Final[dict[str, Family]] = {
-    "kimi_linear": "kimi_linear",
-    "kimi_k3": "kimi_k3",
-    "kimi_k31": "kimi_k3.1",
-    "kimi_k3_1": "kimi_k3.1",
-    "kimi_k3.1": "kimi_k3.1",
-}
 # Fields that published configs carry and that decide nothing here. `head_dim` of Kimi Linear (72)
 # is neither the MLA's nor the KDA's; rope_theta is inert because no layer rotates anything.
 _IGNORED: Final = frozenset(
@@ -97,87 +84,18 @@ def read_config(raw: Mapping[str, object], source: str) -> ModelConfig:
     """
     top = Section(raw, source)
     text = top.optional_section("text_config") or top
-    shared = _SharedFields(top, text)
-    family = _family(top, text, shared)
+    shared = SharedFields(top, text)
+    family = family_of(top, text, shared)
     reader = _Reader(top, text, shared, family)
     config = reader.config()
     unknown = tuple(name for name in reader.unread() if name.rpartition(".")[2] not in _IGNORED)
     return dataclasses.replace(config, unknown_fields=unknown, raw=dict(raw))
 
 
-class _SharedFields:
-    """Fields that published configs put at the top level, in text_config, or in both."""
-
-    def __init__(self, top: Section, text: Section) -> None:
-        self.top = top
-        self.text = text
-
-    def home(self, *fields: str) -> Section:
-        """The section that holds one of the fields; refuses two that differ."""
-        for section in (self.top, self.text):
-            section.used.update(fields)
-        inner, outer = self.text.has(*fields), self.top.has(*fields)
-        if inner and outer and self.top is not self.text:
-            one, other = self.top.value(*fields), self.text.value(*fields)
-            if one != other:
-                raise self.text.fail(
-                    fields[0],
-                    f"is {other!r:.80}, but the top level says {one!r:.80}",
-                    "make the two agree, or keep one",
-                )
-        return self.text if inner or not outer else self.top
-
-
-def _family(top: Section, text: Section, shared: _SharedFields) -> Family:
-    """The family by architecture, then model type, then the features of a bare text config."""
-    declared = _declared_family(top)
-    text.used.update(("architectures", "model_type"))
-    has_dsa = shared.home("dsa_config").has("dsa_config")
-    if declared == "kimi_k3.1" and not has_dsa:
-        raise text.fail(
-            "dsa_config",
-            "is missing, but the architecture is Kimi K3.1",
-            "add it (index_n_heads, index_head_dim, index_topk, dsa_layers), or correct "
-            "'architectures'",
-        )
-    if declared == "kimi_k3" and has_dsa and "architectures" in top.values:
-        raise text.fail(
-            "dsa_config",
-            "is given, but the architecture is Kimi K3, which has no sparse attention",
-            "correct 'architectures' to KimiK31ForConditionalGeneration, or remove dsa_config",
-        )
-    if has_dsa:
-        return "kimi_k3.1"
-    if declared == "kimi_linear" and text.has("attn_res_block_size"):
-        return "kimi_k3"  # a K3 text_config on its own calls itself kimi_linear
-    return declared
-
-
-def _declared_family(top: Section) -> Family:
-    names = top.texts("architectures", default=[])
-    model_type = top.value("model_type", default=None)
-    for name in names:
-        if name in _ARCHITECTURES:
-            return _ARCHITECTURES[name]
-    if names:
-        raise top.fail(
-            "architectures",
-            f"is {list(names)}",
-            f"supported architectures: {', '.join(sorted(_ARCHITECTURES))}",
-        )
-    if isinstance(model_type, str) and model_type in _MODEL_TYPES:
-        return _MODEL_TYPES[model_type]
-    if model_type is None:
-        raise top.fail("architectures", "is missing", "add it, or 'model_type'")
-    raise top.fail(
-        "model_type", f"is {model_type!r}", f"supported types: {', '.join(sorted(_MODEL_TYPES))}"
-    )
-
-
 class _Reader:
     """Reads and cross-checks the fields of one config."""
 
-    def __init__(self, top: Section, text: Section, shared: _SharedFields, family: Family) -> None:
+    def __init__(self, top: Section, text: Section, shared: SharedFields, family: Family) -> None:
         self.top = top
         self.text = text
         self.shared = shared

@@ -182,3 +182,26 @@ class Section:
         self, field: str, wanted: str, value: object, verb: str = "is"
     ) -> CheckpointError:
         return self.fail(field, f"{verb} {kind_of(value)} ({value!r:.60})", f"it must be {wanted}")
+
+
+class SharedFields:
+    """Fields that published configs put at the top level, in text_config, or in both."""
+
+    def __init__(self, top: Section, text: Section) -> None:
+        self.top = top
+        self.text = text
+
+    def home(self, *fields: str) -> Section:
+        """The section that holds one of the fields; refuses two that differ."""
+        for section in (self.top, self.text):
+            section.used.update(fields)
+        inner, outer = self.text.has(*fields), self.top.has(*fields)
+        if inner and outer and self.top is not self.text:
+            one, other = self.top.value(*fields), self.text.value(*fields)
+            if one != other:
+                raise self.text.fail(
+                    fields[0],
+                    f"is {other!r:.80}, but the top level says {one!r:.80}",
+                    "make the two agree, or keep one",
+                )
+        return self.text if inner or not outer else self.top

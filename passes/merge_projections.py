@@ -27,7 +27,7 @@ from hybridge.ir.pass_base import ModelShape, Pass, PassContext, Refusal, Rewrit
 from hybridge.ir.pattern import Projection, joined_projections, projection
 from hybridge.ir.region import cone, make_region
 from hybridge.ir.signature import DECODE, shape_of
-from hybridge.passes.fuse_kda import joined_weight
+from hybridge.passes.kda_operands import joined_weight
 
 aten = torch.ops.aten
 
