@@ -118,9 +118,10 @@ inline void write_x(const float* from, int64_t inputs, float* to, FloatWords) {
   std::memcpy(to, from, static_cast<size_t>(inputs) * sizeof(float));
 }
 #if defined(__AVX512BF16__)
-constexpr int64_t x_elements(int64_t inputs, PairWords) { return pair_row_elements(inputs); }
+constexpr int64_t x_elements(int64_t inputs, PairWords) { return round_up(inputs, 2); }
 inline void write_x(const float* from, int64_t inputs, uint16_t* to, PairWords) {
-  round_pair_row(from, inputs, to);
+  for (int64_t i = 0; i < inputs; ++i) to[i] = bf16_from_float(from[i]);
+  if (inputs % 2 != 0) to[inputs] = 0;
 }
 #endif
 
