@@ -46,6 +46,7 @@ void write_any(const WriteRowsArgs& args, int64_t begin, int64_t end) {
 }  // namespace
 
 void write_rows(const WriteRowsArgs& args, const Parallel& parallel) {
+  if (args.width == 0) return;  // an empty table may have no memory, not even to copy nothing to
   const int64_t per_task = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(1, args.width));
   const int64_t tasks = (args.count + per_task - 1) / per_task;
   parallel_for(parallel, static_cast<size_t>(tasks), [&](size_t task) {

@@ -27,6 +27,10 @@ class KdaRecurrenceOp : public Kernel {
     value.expect_dim(0, tokens, "tokens of query").expect_dim(1, heads, "heads of query");
     beta.expect_rank(2, "[T, H]").expect_dim(0, tokens, "tokens of query");
     beta.expect_dim(1, heads, "heads of query");
+    if (heads < 1 || key_dim < 1 || value.dim(2) < 1) {
+      state.fail(text("shape ", state.shape().str(), " has no heads or no channels"),
+                 "pass at least one head of at least one channel");
+    }
     const Batch ragged = check_batch(context.input(6), context_len, tokens);
 
     KdaRecurrence args;

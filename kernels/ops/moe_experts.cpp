@@ -37,6 +37,7 @@ class MoeExpertsOp : public Kernel {
     args.gate_up = {format, gate_up.raw(), nullptr};
     args.down = {format, down.raw(), nullptr};
     args.output = context.output(0, x.shape()).data<float>();
+    if (x.elements() == 0) return;  // without elements x has no memory
     run_(args, context.parallel());
   }
 

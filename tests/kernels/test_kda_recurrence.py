@@ -123,6 +123,14 @@ def test_no_tokens(level, rng):
     np.testing.assert_array_equal(arrays["state"], before)
 
 
+@pytest.mark.parametrize("sizes", [{"heads": 0}, {"key": 0}, {"value": 0}])
+def test_no_heads_or_no_channels_are_refused(rng, sizes):
+    """Such arrays have no memory to copy from or to clear (under `make sanitize`)."""
+    arrays = inputs(rng, [0, 3, 5], [0, 4], [1, -1], **sizes)
+    with pytest.raises(Exception, match=r"input state: shape .* has no heads or no channels"):
+        call(arrays)
+
+
 def test_state_in_another_buffer_is_copied(level, rng):
     """Without the alias bound, onnxruntime allocates the output: the input must not be needed."""
     arrays = inputs(rng, [0, 5], [4], [1])

@@ -170,6 +170,13 @@ def test_experts_odd_widths(level, rng, weights, latent, intermediate, tokens):
                    weights, **SITU)  # fmt: skip
 
 
+def test_experts_of_tokens_without_elements(level, rng):
+    """Such tokens have no memory to gather from (under `make sanitize`)."""
+    arrays = draw(rng, 3) | {"x": np.zeros((3, 0), np.float32)}
+    arrays |= {"gate_up": np.zeros((6, 8, 0), np.float32), "down": np.zeros((6, 0, 4), np.float32)}
+    assert run("MoeExperts", arrays, {"output": np.float32}, **SITU)[0].shape == (3, 0)
+
+
 def test_experts_one_expert_for_all_and_twice_for_one(level, rng):
     arrays = draw(rng, 19)
     arrays["expert_ids"][:] = 5

@@ -73,6 +73,14 @@ def test_no_rows_change_nothing():
     np.testing.assert_array_equal(cache, 1.0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_elements(level, dtype):
+    """Nothing to write, and a cache that has no memory (under `make sanitize`)."""
+    cache = np.zeros((2, 3, 0), dtype)
+    paged_write(cache, np.zeros((2, 0), dtype), [4, -1])
+    state_write(cache, np.zeros((2, 3, 0), dtype), [1, 0])
+
+
 @pytest.mark.parametrize(
     ("slots", "message"),
     [
