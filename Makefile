@@ -20,7 +20,7 @@ NATIVE := CMakeLists.txt $(shell find kernels -name '*.txt' -o -name '*.map' -o 
 FORMATTED_CXX := $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/kernels/*.cpp)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install test lint format bench benchkernels soak sanitize clean
+.PHONY: help demo install test lint format bench benchkernels soak sanitize fuzz clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,10 @@ soak: $(VENV)/installed-dev ## the property tests with many more examples than i
 
 sanitize: $(VENV)/installed-dev ## the native kernels under AddressSanitizer, UBSan and ThreadSanitizer
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash tests/kernels/sanitize.sh
+
+fuzz: $(VENV)/installed-dev ## drawn calls of every native kernel under AddressSanitizer and UBSan (MINUTES=20)
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash tests/kernels/fuzz.sh $(if $(MINUTES),--minutes $(MINUTES)) \
+	  $(if $(SEED),--seed $(SEED)) $(if $(CALL),--call $(CALL)) # a finding prints the CALL to make again
 
 clean: ## remove .venv and everything built
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -196,4 +198,11 @@ def all_cases(dtype: object, seed: int = 0) -> list[Case]:
     return [case for make in makers for case in make(rng, dtype)]
 
 
-__all__ = ["BFLOAT16", "Case", "all_cases", "bf16"]
+def registered_operators() -> set[str]:
+    """The names of the operators that the kernels' sources register."""
+    sources = (Path(__file__).parents[2] / "kernels/ops").glob("*.cpp")
+    registered = r'OpRegistration \w+\((?:description<\w+>\(|\{\s*)"(\w+)"'
+    return {name for path in sources for name in re.findall(registered, path.read_text())}
+
+
+__all__ = ["BFLOAT16", "Case", "all_cases", "bf16", "registered_operators"]

@@ -16,7 +16,7 @@ import hybridge.kernels
 from . import recording
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_ELEMENT = {
+ELEMENT = {
     np.dtype(np.float32): TensorProto.FLOAT,
     np.dtype(np.uint8): TensorProto.UINT8,
     np.dtype(np.int32): TensorProto.INT32,
@@ -71,11 +71,11 @@ def _session(
         [node],
         op,
         [
-            helper.make_tensor_value_info(name, _ELEMENT[array.dtype], [None] * array.ndim)
+            helper.make_tensor_value_info(name, ELEMENT[array.dtype], [None] * array.ndim)
             for name, array in inputs.items()
             if array is not None
         ],
-        [helper.make_tensor_value_info(name, _ELEMENT[d], None) for name, d in outputs.items()],
+        [helper.make_tensor_value_info(name, ELEMENT[d], None) for name, d in outputs.items()],
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("hybridge", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -115,7 +115,7 @@ class Operator:
         """The outputs that alias nothing; aliased inputs are changed in place."""
         if not _RECORDING:
             return self._run(inputs)
-        call = recording.entry(self.op, self.attributes, inputs, self.outputs, self.alias, _ELEMENT)
+        call = recording.entry(self.op, self.attributes, inputs, self.outputs, self.alias, ELEMENT)
         try:
             results = self._run(inputs)
         except Exception:
@@ -176,6 +176,7 @@ def block_tables(
 
 __all__ = [
     "BFLOAT16",
+    "ELEMENT",
     "LEVELS",
     "Operator",
     "bf16",

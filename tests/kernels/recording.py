@@ -40,7 +40,10 @@ def entry(
     alias: Mapping[str, str],
     elements: Mapping[np.dtype, int],
 ) -> bytes:
-    """One call as bytes, up to the field that says whether it failed; empty if it is too large."""
+    """One call as bytes, up to the last field: whether it failed (0, 1; 2: it may), as int64.
+
+    Empty if it is too large.
+    """
     arrays = [array for array in inputs.values() if array is not None]
     if sum(array.nbytes for array in arrays) > LARGEST:
         return b""

@@ -17,12 +17,8 @@ HYBRIDGE_RECORD=$recording python -P -m pytest tests/kernels -q --dist=no -p no:
 
 for sanitizers; do
   build=build/sanitize/${sanitizers//,/-}
-  cmake -S kernels -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DHYBRIDGE_SANITIZE="$sanitizers"
-  cmake --build "$build"
-  ${CXX:-c++} -std=c++17 -O1 -g1 -fsanitize="$sanitizers" -fno-sanitize-recover=all -Ikernels \
-    tests/kernels/replay.cpp -o "$build/replay" -ldl -pthread
+  bash tests/kernels/build_replay.sh "$sanitizers" "$build"
   echo "Replaying under $sanitizers:"
-  UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
-    "$build/replay" "$build/libhybridge_kernels.so" "$recording"
+  "$build/replay" "$build/libhybridge_kernels.so" "$recording"
 done
 rm -f "$recording"

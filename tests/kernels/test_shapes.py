@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from . import (
+    fuzz_calls,
     test_attention,
     test_attn_res,
     test_kda_layer,
@@ -28,6 +29,7 @@ from . import (
     test_situ,
 )
 from . import test_lightning_indexer as test_indexer
+from .fuzz_values import Draws
 from .harness import BFLOAT16, f64, machine_levels
 
 DTYPES = (np.dtype(np.float32), BFLOAT16)
@@ -91,6 +93,18 @@ def test_drawn_lightning_indexer(level, rng, batch, heads, dim, top_k, ties):
     inputs = test_indexer.batch(rng, **batch, heads=heads, dim=dim, integers=ties)
     with at_level(level):
         (test_indexer.check_exact if ties else test_indexer.check)(inputs, top_k)
+
+
+@given(levels, generators)
+def test_drawn_layouts(level, rng):
+    """Blocks shared between sequences, positions in any order and repeated (fuzz_calls.py)."""
+    d = Draws(rng, plain=True)
+    attended, attributes = fuzz_calls.sparse_attention(d)
+    indexed, limit = fuzz_calls.lightning_indexer(d)
+    assume(not d.degenerate)
+    with at_level(level):
+        test_attention.check(attended, attributes["value_dim"], 0.15)
+        test_indexer.check(indexed, limit["top_k"])
 
 
 @st.composite
