@@ -115,7 +115,7 @@ void expand_few(const MlaAbsorbArgs& args, int64_t head) {
 // One row of x as the product reads it, whole words.
 constexpr int64_t x_elements(int64_t inputs, FloatWords) { return inputs; }
 inline void write_x(const float* from, int64_t inputs, float* to, FloatWords) {
-  std::memcpy(to, from, static_cast<size_t>(inputs) * sizeof(float));
+  std::copy_n(from, inputs, to);
 }
 #if defined(__AVX512BF16__)
 constexpr int64_t x_elements(int64_t inputs, PairWords) { return round_up(inputs, 2); }

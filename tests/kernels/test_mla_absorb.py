@@ -159,3 +159,10 @@ def test_inputs_that_do_not_fit_are_refused(rng):
         expand(mixed[..., :9], weight, 4)
     with pytest.raises(Exception, match=r"attribute value_dim"):
         expand(mixed, weight, 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_latents_without_elements_give_zeros(level, tokens):
+    """And have no memory to read (under `make sanitize`)."""
+    out = expand(np.zeros((tokens, 3, 0), np.float32), np.zeros((33, 0), np.float32), 5)
+    np.testing.assert_array_equal(out, np.zeros((tokens, 3, 5)))
