@@ -29,17 +29,29 @@ def weight_bytes(config: ModelConfig, tokens: int) -> float:
     return total
 
 
-def cache_bytes(config: ModelConfig, rows: int, context: int) -> float:
-    """Bytes of caches and states that a decode step reads and writes, paged caches in bf16."""
+def key_bytes(config: ModelConfig, rows: int, context: int) -> float:
+    """Bytes of bf16 keys that the indexers of a decode step read."""
     assert config.dsa is not None
-    keys = context * config.dsa.head_dim * _BF16
+    layers = config.layer_kinds.count("dsa")
+    return float(layers * rows * context * config.dsa.head_dim * _BF16)
+
+
+def key_operations(config: ModelConfig, rows: int, context: int) -> float:
+    """Multiplications and additions of every head's query with every key."""
+    assert config.dsa is not None
+    return key_bytes(config, rows, context) / _BF16 * config.dsa.num_heads * 2
+
+
+def cache_bytes(config: ModelConfig, rows: int, context: int) -> float:
+    """Bytes of caches and states that a decode step reads and writes beside the keys, paged caches in bf16."""
+    assert config.dsa is not None
     latents = (
         min(config.dsa.top_k, context) * (config.kv_lora_rank + config.qk_rope_head_dim) * _BF16
     )
     kda = config.kda
     state = 2 * kda.num_heads * kda.head_dim**2 * _FP32
     kinds = config.layer_kinds
-    return rows * float(kinds.count("dsa") * (keys + latents) + kinds.count("kda") * state)
+    return rows * float(kinds.count("dsa") * latents + kinds.count("kda") * state)
 
 
 def prefill_operations(config: ModelConfig, tokens: int) -> float:

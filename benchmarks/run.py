@@ -20,7 +20,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from cost import cache_bytes, prefill_operations, weight_bytes
+from cost import cache_bytes, key_bytes, key_operations, prefill_operations, weight_bytes
 from hybridge.artifacts.weights import read_weights
 from hybridge.compiler import compile_model
 from hybridge.models.config import ModelConfig, load_config
@@ -84,8 +84,8 @@ class Bench:
         for sides in self.groups():
             for rows, context in cases:
                 steps = {side.name: side.decode(rows, context) for side in sides}
-                steps |= {"ours": self.ours.decode(rows, context), "read": self.probes.read}
-                steps |= {"packed": packed.decode(rows, context)}
+                steps |= {"ours": self.ours.decode(rows, context)}
+                steps |= {"packed": packed.decode(rows, context), **self._limits()}
                 found[rows, context].add(_turns(steps, DECODE_TURNS))
                 steps.clear()
                 print(f"  decode {rows} x {context}: {found[rows, context].last}", flush=True)
@@ -93,12 +93,10 @@ class Bench:
             forget()
         made = []
         for (rows, context), each in found.items():
-            name, floor = (
-                f"decode, batch {rows}, context {context}",
-                self._decode_floor(each, rows, context),
-            )
-            made.append(each.row(name, floor))
-            made.append(each.row(f"{name}, packed weights", floor * share, "packed"))
+            name = f"decode, batch {rows}, context {context}"
+            made.append(each.row(name, self._decode_floor(each, rows, context)))
+            floor = self._decode_floor(each, rows, context, share=share)
+            made.append(each.row(f"{name}, packed weights", floor, "packed"))
         return made
 
     def prefill(self) -> list[Row]:
@@ -128,19 +126,33 @@ class Bench:
         packed = Compiled("mxfp4", folder / "artifact")
         rows = []
         for batch in BATCHES:
-            steps = {"bf16 experts": self.ours.decode(batch, 1024), "read": self.probes.read}
+            steps = {"bf16 experts": self.ours.decode(batch, 1024), **self._limits()}
             found = _Measured()
             found.add(_turns({"ours": packed.decode(batch, 1024), **steps}, DECODE_TURNS))
             floor = self._decode_floor(found, batch, 1024, config)
             rows.append(found.row(f"MXFP4 experts, decode, batch {batch}, context 1024", floor))
         return rows
 
+    def _limits(self) -> dict[str, Step]:
+        return {"read": self.probes.read, "multiply": self.probes.multiply(torch.bfloat16)}
+
     def _decode_floor(
-        self, found: _Measured, rows: int, context: int, config: ModelConfig | None = None
+        self,
+        found: _Measured,
+        rows: int,
+        context: int,
+        config: ModelConfig | None = None,
+        share: float = 1.0,
     ) -> float:
+        """Weights (`share` of their bytes), caches and keys once from memory; keys take as long as their products."""
         model = config or self.config
-        read = weight_bytes(model, rows) + cache_bytes(model, rows, context)
-        return read * found.first["read"] / self.probes.bytes_read
+        byte = found.first["read"] / self.probes.bytes_read
+        operation = found.first["multiply"] / self.probes.operations
+        read = weight_bytes(model, rows) * share + cache_bytes(model, rows, context)
+        keys = max(
+            key_bytes(model, rows, context) * byte, key_operations(model, rows, context) * operation
+        )
+        return read * byte + keys
 
     def _plain_onnx(self) -> Compiled:
         """The graph as traced, standard operators only, fp32 weights: onnxruntime has no bf16 products here."""
