@@ -158,7 +158,7 @@ def show(tokens: Iterator[int], text: Text | None) -> None:
     separator = " " if text is None else ""
     for place, piece in enumerate(pieces):
         print(separator if place else "", piece, sep="", end="", flush=True)
-    print()
+    print(flush=True)  # before the report on stderr, where both go into one file
 
 
 def consume(tokens: Iterator[int]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -180,6 +182,22 @@ def test_run_takes_a_prompt_from_anywhere(
     assert first["token_ids"] == from_file["token_ids"] == from_stdin["token_ids"]
     printed = output_of(capsys, "run", tiny_artifact, "--ids-file", tmp_path / "ids", *options)
     assert [int(word) for word in printed.split()] == first["token_ids"]
+
+
+def test_run_ends_the_line_of_tokens_before_it_reports(tiny_artifact: Path) -> None:
+    """Where both streams go into one file, and stdout is therefore buffered."""
+    words = ("run", tiny_artifact, "--ids", "1,2,3", "--max-new-tokens", "2")
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", "hybridge.cli", *map(str, words)],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
+    tokens, report = process.stdout.splitlines()[-2:]
+    assert re.fullmatch(r"\d+ \d+", tokens)
+    assert report.startswith("loaded in")
 
 
 def test_run_samples_by_seed(capsys: Capture, tiny_artifact: Path) -> None:
