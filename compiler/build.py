@@ -27,8 +27,8 @@ class CompileOptions:
         passes: names of the passes to run, in the pipeline's order; None runs all.
         weights: "reference", "copy", "packed" or "none".
         block_size: tokens in a block of the paged caches.
-        activations: "bfloat16" lets matrix products with bf16 or MXFP4 weights round their activations to
-            bf16, which is up to twice as fast for many tokens, and keeps paged caches in bf16; "float32" rounds
+        activations: "bfloat16" lets matrix products with bf16, packed or MXFP4 weights round their activations
+            to bf16, which is up to twice as fast for many tokens, and keeps paged caches in bf16; "float32" rounds
             nothing.
         dumps: keep the graph after every pass in the artifact.
         check_passes: run the graph on real values after every pass and record the largest change.
