@@ -290,7 +290,9 @@ inline void packed_dot_rows(const std::uint8_t* const (&rows)[kRows], std::int64
 // Rows that are read side by side, each a stream of its own: eight are read faster than four or
 // sixteen (measured), fewer where there are no registers for so many sums.
 template <int kTokens>
-constexpr int kPackedRows = kTokens <= 2 ? 8 : kTokens <= 4 ? 4 : 2;
+constexpr int kPackedRows = kTokens <= 2   ? 8
+                            : kTokens <= 4 ? 4
+                                           : 2;
 
 #else
 
