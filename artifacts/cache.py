@@ -16,7 +16,7 @@ from typing import Any
 from hybridge.artifacts.artifact import open_artifact
 from hybridge.artifacts.canonical import canonical_json, digest, readable_json
 from hybridge.artifacts.errors import ArtifactError
-from hybridge.artifacts.folders import StagingFolder, already_exists
+from hybridge.artifacts.folders import StagingFolder, already_exists, write_failure
 from hybridge.artifacts.record import parse_json, read_limited
 
 _FIELDS = "fields.json"
@@ -105,8 +105,10 @@ class CompileCache:
         try:
             shutil.copytree(found, staging.path, symlinks=True, dirs_exist_ok=True)
             staging.publish(overwrite=overwrite)
-        except BaseException:
+        except BaseException as error:
             staging.discard()
+            if failure := write_failure(Path(output), error):
+                raise failure from error
             raise
         return True
 
@@ -115,6 +117,9 @@ class CompileCache:
 
         Returns:
             The cached artifact's folder.
+
+        Raises:
+            ArtifactError: the cache cannot be written.
         """
         found = self.get(fields)
         if found is not None:
@@ -129,6 +134,8 @@ class CompileCache:
             staging.discard()
             if isinstance(error, ArtifactError) and self.get(fields) is not None:
                 return entry / _ARTIFACT  # another process was faster
+            if failure := write_failure(self.folder, error):
+                raise failure from error
             raise
         return entry / _ARTIFACT
 
@@ -152,7 +159,7 @@ class CompileCache:
             stored = parse_json(read_limited(entry / _FIELDS, _MAX_FIELDS_BYTES, _FIELDS), _FIELDS)
             if canonical_json(stored) != _canonical(fields):
                 return f"{_FIELDS} is not what its key says"
-            open_artifact(entry / _ARTIFACT)
+            open_artifact(entry / _ARTIFACT, verify="full")
         except ArtifactError as error:
             return error.message
         return ""

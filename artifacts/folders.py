@@ -16,6 +16,7 @@ from hybridge.artifacts.errors import ArtifactError
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 _STALE_SECONDS = 3600.0
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class StagingFolder:
@@ -93,6 +94,20 @@ def already_exists(target: Path) -> ArtifactError:
     """The error for a target that is there already."""
     return ArtifactError(
         f"{target} exists already", "choose another output folder, or say --overwrite"
+    )
+
+
+def write_failure(target: Path, error: BaseException | None) -> ArtifactError | None:
+    """The error for a place that took no more bytes; None where ``error`` is of another kind."""
+    if isinstance(error, shutil.Error):
+        # (source, target, reason) of every file; the reason names both once more.
+        reason = str(error.args[0][0][2]).partition(": ")[0]
+    elif isinstance(error, OSError) and error.errno in _NO_ROOM:
+        reason = str(error.strerror)
+    else:
+        return None
+    return ArtifactError(
+        f"{target}: cannot be written: {reason}", "make room there, or choose another folder"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from hybridge.artifacts.canonical import digest_file
 from hybridge.artifacts.dtypes import byte_length, element_type
 from hybridge.artifacts.errors import ArtifactError
-from hybridge.artifacts.folders import StagingFolder, already_exists
+from hybridge.artifacts.folders import StagingFolder, already_exists, write_failure
 from hybridge.artifacts.golden import GoldenCase
 from hybridge.artifacts.manifest import (
     LOCAL_FILES,
@@ -51,7 +52,7 @@ class ArtifactWriter:
         overwrite: replace an artifact that is there; another kind of folder is never replaced.
 
     Raises:
-        ArtifactError: the folder exists, or cannot be made.
+        ArtifactError: the folder exists, cannot be made, or (on leaving the block) takes no more.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
@@ -74,11 +75,14 @@ class ArtifactWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+        if failure := write_failure(self.path, error):
+            raise failure from error
 
     def close(self) -> None:
         """Give up, unless `finish` has succeeded."""
         if not self._finished:
-            self._shards.abandon()
+            with suppress(OSError):  # what a full disk does not take is removed anyway
+                self._shards.abandon()
             self._staging.discard()
 
     def add_bytes(self, name: str, data: bytes) -> None:

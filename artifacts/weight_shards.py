@@ -189,6 +189,6 @@ class WeightShards:
 
     def abandon(self) -> None:
         """Close the file as it is."""
-        if self._sink is not None:
-            self._sink.close()
-            self._sink = None
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.close()

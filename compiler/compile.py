@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from hybridge.artifacts.cache import CompileCache
-from hybridge.artifacts.errors import UsageError
+from hybridge.artifacts.errors import ArtifactError, UsageError
 from hybridge.artifacts.manifest import GoldenSpec, Manifest, read_manifest
 from hybridge.artifacts.store import ArtifactWriter
 from hybridge.compiler.build import ACTIVATIONS, Activations, Build, CompileOptions
@@ -72,7 +73,8 @@ def compile_model(
             weights in another form than the checkpoint's.
         ascend: more options of an Ascend target; SoC and block size are those above.
         overwrite: replace an artifact that is there.
-        cache: a folder that keeps a copy of every artifact by all that decides it, and serves it the next time.
+        cache: a folder that keeps a copy of every artifact by all that decides it, and serves it the next time; where
+            it cannot be written, a warning says so.
         progress: told what is being done.
 
     Returns:
@@ -101,7 +103,7 @@ def compile_model(
     on_ascend = ascend_artifact.choose_options(target, block_size, ascend)
     model = open_source(source, with_weights=options.weights != "none")
     if cache is not None:
-        kept = CompileCache(cache)
+        kept = _usable_cache(Path(cache), Path(output))
         return _reuse(kept, model, Path(output), options, on_ascend, overwrite, progress)
     return _compile(model, Path(output), options, on_ascend, overwrite, progress)
 
@@ -126,8 +128,27 @@ def _reuse(
     manifest = _compile(model, output, options, on_ascend, overwrite, progress)
     # Memory may have run short since the key was made: the artifact would lie under a key of what it has not.
     if bool(manifest.golden) == golden:
-        kept.put(fields, output)
+        _keep(kept, fields, output)
     return manifest
+
+
+def _usable_cache(folder: Path, output: Path) -> CompileCache:
+    """The cache in a folder; refuses one that the artifact would replace, and hold itself."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"cache {folder} is no folder", "give another folder")
+    if folder.resolve().is_relative_to(output.resolve()):
+        raise UsageError(
+            f"cache {folder} lies in the artifact {output}", "give a folder outside of it"
+        )
+    return CompileCache(folder)
+
+
+def _keep(kept: CompileCache, fields: Mapping[str, Any], output: Path) -> None:
+    """Put an artifact into the cache. It is whole without that, so that a failure only warns."""
+    try:
+        kept.put(fields, output)
+    except ArtifactError as error:
+        warnings.warn(f"{output} is whole, but not in the cache: {error.message}", stacklevel=2)
 
 
 def _compile(

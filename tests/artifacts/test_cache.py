@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hybridge.artifacts import artifact as opening
 from hybridge.artifacts.artifact import open_artifact
 from hybridge.artifacts.cache import CompileCache
 from hybridge.artifacts.errors import ArtifactError
@@ -117,6 +118,30 @@ def test_a_damaged_entry_is_a_miss_and_is_replaced(cache: CompileCache, artifact
     assert "damaged" in str(cache.explain_miss(FIELDS))
     cache.put(FIELDS, artifact)
     assert cache.get(FIELDS) is not None
+
+
+def test_a_large_weight_is_hashed_before_it_is_served(cache: CompileCache, monkeypatch) -> None:
+    """Loading leaves large weights to their sizes; a copy out of the cache would hand the damage on."""
+    monkeypatch.setattr(opening, "SMALL_WEIGHTS_BYTES", 0)
+    found = cache.get(FIELDS)
+    assert found is not None
+    weights = found / "weights/weights-00001.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    open_artifact(found)
+    assert cache.get(FIELDS) is None
+
+
+def test_a_full_disk_is_named_and_leaves_no_entry(
+    full_disk, cache: CompileCache, artifact: Path, tmp_path: Path
+) -> None:
+    other, out = with_field("pipeline", []), tmp_path / "out"
+    before = sorted(tmp_path.rglob("*"))
+    with full_disk(100):
+        with pytest.raises(ArtifactError, match=f"{cache.folder}: cannot be written: .*too large"):
+            cache.put(other, artifact)
+        with pytest.raises(ArtifactError, match=f"{out}: cannot be written: .*too large"):
+            cache.copy_to(FIELDS, out, overwrite=False)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_process_local_value_is_no_key(cache: CompileCache) -> None:

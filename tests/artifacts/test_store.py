@@ -44,9 +44,10 @@ def test_same_input_gives_same_bytes(tmp_path: Path) -> None:
 
 
 def test_shards_are_ordinary_safetensors(artifact: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.numpy")
-    loaded = safetensors.load_file(artifact / "weights/weights-00001.safetensors")
-    np.testing.assert_array_equal(loaded["a.weight"], WEIGHT)
+    safetensors = pytest.importorskip("safetensors")
+    path = artifact / "weights/weights-00001.safetensors"
+    with safetensors.safe_open(path, framework="np") as loaded:
+        np.testing.assert_array_equal(loaded.get_tensor("a.weight"), WEIGHT)
 
 
 def test_every_weight_is_aligned_in_its_file(artifact: Path) -> None:
@@ -234,3 +235,31 @@ def test_a_killed_writer_leaves_no_artifact_and_is_cleaned_up(tmp_path: Path) ->
     os.utime(left, (old, old))
     write_sample(tmp_path / "a")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("most_bytes", [4, HEADER_BYTES + 10])
+def test_a_full_disk_is_named_and_leaves_nothing(full_disk, tmp_path: Path, most_bytes) -> None:
+    target = tmp_path / "a"
+    with (
+        pytest.raises(ArtifactError, match=f"{target}: cannot be written: .*\n.*make room"),
+        full_disk(most_bytes),
+        ArtifactWriter(target) as writer,
+    ):
+        fill(writer)
+    assert not list(tmp_path.iterdir())
+
+
+def fail_within_a_weight(target: Path) -> None:
+    with (
+        ArtifactWriter(target) as writer,
+        writer.open_weight("a", "float32", WEIGHT.shape, NOWHERE) as stream,
+    ):
+        stream.write(WEIGHT)
+        raise RuntimeError("the reason")
+
+
+def test_a_full_disk_hides_no_other_error(full_disk, tmp_path: Path) -> None:
+    """What is buffered cannot be flushed when the writer gives up."""
+    with full_disk(HEADER_BYTES + 1), pytest.raises(RuntimeError, match="the reason"):
+        fail_within_a_weight(tmp_path / "a")
+    assert not list(tmp_path.iterdir())

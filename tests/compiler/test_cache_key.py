@@ -12,10 +12,11 @@ import pytest
 
 from golden_data import FOLDER
 from hybridge import cli
+from hybridge.artifacts.artifact import open_artifact
 from hybridge.artifacts.cache import CompileCache, Miss
 from hybridge.artifacts.canonical import digest_file
-from hybridge.artifacts.errors import ArtifactError
-from hybridge.compiler import cache_key
+from hybridge.artifacts.errors import ArtifactError, UsageError
+from hybridge.compiler import cache_key, compile_model
 from hybridge.compiler import compile as compiling
 from hybridge.compiler.build import CompileOptions
 from hybridge.compiler.cache_key import cache_fields
@@ -164,3 +165,27 @@ def test_a_second_compilation_is_served_and_says_so(
     with pytest.raises(pytest.fail.Exception, match="compiled again"):
         compiled("third", "--block-size", "16")
     assert "options.block_size: 16, cached with 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("output", "cache"), [("art", "art"), ("art", "art/sub"), (".", "cache")])
+def test_a_cache_in_the_artifact_is_refused(output: str, cache: str, tmp_path: Path) -> None:
+    """The artifact would be copied into itself, or replace the cache."""
+    with pytest.raises(UsageError, match="lies in the artifact"):
+        compile_model(CHECKPOINT, tmp_path / output, cache=tmp_path / cache)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is no folder"):
+        compile_model(CHECKPOINT, tmp_path / "art", cache=tmp_path / "file")
+
+
+def test_a_cache_that_cannot_be_written_costs_no_artifact(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    out = tmp_path / "art"
+    with pytest.warns(UserWarning, match=f"{out} is whole, but not in the cache: .*file/cache"):
+        compile_model(
+            CHECKPOINT, out, phases=["decode"], passes=[], cache=tmp_path / "file" / "cache"
+        )
+    open_artifact(out)
