@@ -13,9 +13,13 @@
 namespace hybridge::HYBRIDGE_ISA {
 namespace {
 
-// Up to this many rows the weight's way from memory is the limit, and dot products along rows keep
-// up with it, in exact fp32; beyond, the packed panel product does more with each word it loads.
-constexpr int64_t kDotRows = kDotTokens;
+// Up to this many rows are multiplied as dot products along weight rows, in exact fp32; beyond, the
+// panel product does more with each word it loads, but bfloat16 weights must be widened for it
+// (measured). Rounded rows have products of their own beyond kDotTokens.
+template <class Weight, class Words>
+constexpr int64_t kDotRows = !std::is_same_v<Words, FloatWords>                 ? kDotTokens
+                             : std::is_same_v<Weight, uint16_t> && kWidth >= 16 ? 64
+                                                                                : 12;
 // Bytes of weight that one task of the dot-product form reads: small enough to share out evenly.
 constexpr int64_t kDotTaskBytes = 128 << 10;
 // Bytes of packed x that a task keeps in its core's cache while weight rows pass by.
@@ -231,7 +235,7 @@ void by_panels(const LinearArgs& args, const Parallel& parallel) {
 template <class Weight, class Words>
 void linear_of(const LinearArgs& args, const Parallel& parallel) {
   constexpr bool kPacked = std::is_same_v<Weight, Packed>;
-  if (args.rows <= kDotRows) {
+  if (args.rows <= kDotRows<Weight, Words>) {
     if constexpr (kPacked) return by_packed_dot_products(args, parallel);
     if constexpr (!kPacked) return by_dot_products<Weight>(args, parallel);
   }
