@@ -25,8 +25,8 @@ from hybridge.compiler.reference import (
     eager_model,
     fits_in_memory,
     golden_case,
-    rounding_effect,
 )
+from hybridge.compiler.rounding import narrow_weights, with_rounding
 from hybridge.compiler.source import Source, open_source
 from hybridge.compiler.targets.ascend import artifact as ascend_artifact
 from hybridge.compiler.targets.ascend.constraints import SOCS
@@ -365,8 +365,8 @@ def _write_golden(
     if eager is None:
         return ()
     case, tolerance = golden_case(eager), GOLDEN_TOLERANCE
-    if options.activations == "bfloat16":
-        tolerance += 2 * rounding_effect(eager, case)
-        # A rounded activation may tip a choice between two tokens that are nearly as likely.
-        case = replace(case, greedy_tokens=None)
+    if options.activations == "bfloat16" and model.checkpoint is not None:
+        progress("golden: measure what rounding does")
+        narrow = narrow_weights(model.checkpoint, model.config)
+        case, tolerance = with_rounding(eager, case, narrow, GOLDEN_TOLERANCE)
     return (writer.add_golden("eager", case, atol=tolerance),)

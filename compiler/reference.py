@@ -12,11 +12,8 @@ from hybridge.artifacts.golden import GoldenCase
 from hybridge.models.batch import Phase
 from hybridge.models.checkpoint import Checkpoint, load_state
 from hybridge.models.config import ModelConfig
-from hybridge.models.layers import Linear
-from hybridge.models.mla import HeadProduct
 from hybridge.models.model import HybridModel
-from hybridge.models.moe import Experts
-from hybridge.models.session import EagerSession, evaluate
+from hybridge.models.session import EagerSession
 from hybridge.models.tensor_names import weight_sources
 
 GOLDEN_PROMPT = 40
@@ -81,44 +78,6 @@ def golden_case(
         logits=torch.cat(logits).to(torch.float32).numpy(),
         greedy_tokens=np.asarray(continuation.numpy(), np.int32),
     )
-
-
-def rounding_effect(model: HybridModel, case: GoldenCase) -> float:
-    """How far the logits move when matrix products round their activations, and paged caches their rows, to bf16.
-
-    The measure for what a graph with bf16 activations may differ by: it rounds the same values, in another order.
-
-    Args:
-        model: the eager model; used as it is found, and left so.
-        case: its tokens and exact logits.
-
-    Returns:
-        The largest difference of a logit over the case's tokens.
-    """
-
-    def round_input(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0].to(torch.bfloat16).to(inputs[0].dtype), *inputs[1:])
-
-    def round_row(module: torch.nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """A cache row's part, or the part of a projection that goes into the row as it is."""
-        first = model.config.kv_lora_rank if isinstance(module, Linear) else 0
-        kept, row = output[..., :first], output[..., first:]
-        return torch.cat([kept, row.to(torch.bfloat16).to(output.dtype)], dim=-1)
-
-    kinds = Linear | Experts | HeadProduct
-    products = [module for module in model.modules() if isinstance(module, kinds)]
-    handles = [module.register_forward_pre_hook(round_input) for module in products]
-    rows = [
-        module
-        for name, module in model.named_modules()
-        if name.endswith((".kv_a_layernorm", ".kv_a_proj_with_mqa", ".indexer.k_norm"))
-    ]
-    handles += [module.register_forward_hook(round_row) for module in rows]
-    rounded = evaluate(model, torch.from_numpy(case.token_ids)).to(torch.float32).numpy()
-    for handle in handles:
-        handle.remove()
-    assert case.logits is not None
-    return float(np.abs(rounded - case.logits).max())
 
 
 def check_values(model: HybridModel, phase: Phase, block_size: int) -> dict[str, Tensor]:

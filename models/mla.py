@@ -44,6 +44,7 @@ class MlaAttention(nn.Module):
         head_rows = config.qk_nope_head_dim + config.v_head_dim
         self.kv_b_proj = Linear(config.kv_lora_rank, heads * head_rows)
         self.absorb_query = HeadProduct("thn,hnc->thc")
+        self.softmax = nn.Softmax(dim=-1)
         self.expand_value = HeadProduct("thc,hvc->thv")
         if config.mla_output_gate:
             self.g_proj = Linear(hidden, heads * config.v_head_dim)
@@ -98,7 +99,7 @@ class MlaAttention(nn.Module):
         config, cache = self.config, caches[f"latent_cache_{self.layer}"]
         scale, value_dim = config.softmax_scale, config.kv_lora_rank
         if config.layer_kinds[self.layer] == "mla":
-            return dense_attention(query, cache, batch, scale, value_dim)
+            return dense_attention(query, cache, batch, scale, value_dim, self.softmax)
         indexer_cache = caches[f"indexer_cache_{self.layer}"]
         positions = self.indexer(x, query_latent, indexer_cache, batch)
-        return sparse_attention(query, cache, positions, batch, scale, value_dim)
+        return sparse_attention(query, cache, positions, batch, scale, value_dim, self.softmax)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,7 @@ def experts_reference(
     activation: str,
     beta: float,
     linear_beta: float | None,
+    round_hidden: Callable[[Tensor], Tensor] = lambda hidden: hidden,
 ) -> Tensor:
     """The weighted sum of the chosen experts (spec/MODELS.md 8.2).
 
@@ -71,6 +74,7 @@ def experts_reference(
         x: [T, L]. expert_ids: [T, k] int32. expert_weights: [T, k].
         gate_up: [E, 2I, L], w1's rows then w3's. down: [E, L, I].
         activation: "situ" (with beta and linear_beta) or "silu".
+        round_hidden: no argument of the op: what rounding to apply to the intermediate activations.
 
     Returns:
         [T, L] fp32: sum_j weight_j * down_j(activation(w1_j x, w3_j x)), summed in fp32.
@@ -80,7 +84,7 @@ def experts_reference(
     for expert in expert_ids.unique().tolist():
         tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
         inner = values[tokens] @ gate_up[expert].to(values.dtype).T
-        hidden = _activate(inner, activation, beta, linear_beta)
+        hidden = round_hidden(_activate(inner, activation, beta, linear_beta))
         result = hidden @ down[expert].to(values.dtype).T
         weights = expert_weights[tokens, places].to(values.dtype).unsqueeze(-1)
         output.index_add_(0, tokens, result * weights)
@@ -123,11 +127,12 @@ def experts_mxfp4_reference(
     activation: str,
     beta: float,
     linear_beta: float | None,
+    round_hidden: Callable[[Tensor], Tensor] = lambda hidden: hidden,
 ) -> Tensor:
     """`moe_experts` with its weights in MXFP4.
 
     Args:
-        x, expert_ids, expert_weights, activation, beta, linear_beta: as `moe_experts`.
+        x, expert_ids, expert_weights, activation, beta, linear_beta, round_hidden: as `moe_experts`.
         gate_up_packed: [E, 2I, L/2] uint8. gate_up_scale: [E, 2I, L/32] uint8.
         down_packed: [E, L, I/2] uint8. down_scale: [E, L, I/32] uint8.
 
@@ -145,6 +150,7 @@ def experts_mxfp4_reference(
         activation=activation,
         beta=beta,
         linear_beta=linear_beta,
+        round_hidden=round_hidden,
     )
 
 

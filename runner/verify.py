@@ -20,9 +20,11 @@ class Check:
 
     Attributes:
         case: the golden case.
-        name: what was run: "prefill", "chunked prefill", "prefill and decode", "greedy tokens".
+        name: what was run: "prefill", "chunked prefill", "prefill and decode", "greedy tokens"; with
+            ", median" the median over positions, where values are rounded.
         ok: within tolerance.
-        difference: largest absolute difference of logits; for tokens, how many differ.
+        difference: largest absolute difference of logits, or a median of each position's largest;
+            for tokens, how many differ.
         position: token position of that difference (of the first differing token), or -1.
         tolerance: absolute tolerance at that element; 0 for tokens.
         detail: the two values, for a person.
@@ -104,6 +106,8 @@ def verify_case(engine: Engine, spec: GoldenSpec, case: GoldenCase) -> list[Chec
             "prefill and decode": engine.logits(tokens, prefill_chunk=total, decode_from=prefill),
         }
         checks += [_compare(spec, name, got, case) for name, got in runs.items()]
+        if case.median_atol is not None:
+            checks += [_compare_medians(spec, name, got, case) for name, got in runs.items()]
     if case.greedy_tokens is not None and len(case.greedy_tokens):
         checks.append(_compare_tokens(engine, spec, case))
     return checks
@@ -125,6 +129,27 @@ def _compare(spec: GoldenSpec, name: str, got: npt.NDArray[np.float32], case: Go
     )
     ok = bool(excess[row, column] <= 0)
     return Check(spec.name, name, ok, float(np.max(difference)), start + row, allowed, detail)
+
+
+def _compare_medians(
+    spec: GoldenSpec, name: str, got: npt.NDArray[np.float32], case: GoldenCase
+) -> Check:
+    """The medians over each phase's positions: what no single choice that rounding tips can move."""
+    assert case.logits is not None
+    assert case.median_atol is not None
+    start = case.logits_start
+    difference = np.abs(got[start : start + len(case.logits)] - case.logits.astype(np.float64))
+    medians = case.phase_medians(difference.max(-1))
+    excess = np.where(np.isnan(medians), np.inf, medians - case.median_atol)
+    phase = int(np.argmax(excess))
+    median, allowed = float(medians[phase]), float(case.median_atol[phase])
+    detail = (
+        f"the median over the {('prompt', 'decoded tokens')[phase]} of each position's largest "
+        f"difference is {median:.3g}, allowed {allowed:.3g}"
+    )
+    return Check(
+        spec.name, f"{name}, median", bool(excess[phase] <= 0), median, -1, allowed, detail
+    )
 
 
 def _compare_tokens(engine: Engine, spec: GoldenSpec, case: GoldenCase) -> Check:

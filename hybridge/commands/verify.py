@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -166,17 +165,20 @@ def _verify_eager(engine: Engine, folder: Path) -> tuple[Check, ...]:
     from hybridge.artifacts.manifest import GoldenSpec
     from hybridge.compiler.compile import GOLDEN_TOLERANCE
     from hybridge.compiler.reference import eager_model, golden_case
+    from hybridge.compiler.rounding import narrow_weights, with_rounding
     from hybridge.models.checkpoint import Checkpoint
     from hybridge.models.config import load_config
     from hybridge.runner.verify import verify_case
 
-    case = golden_case(
-        eager_model(Checkpoint.open(folder), load_config(folder)), prompt=FRESH_PROMPT
-    )
-    # An artifact that rounds activations states a wider tolerance, under which equally likely
-    # tokens may change places.
-    stored = [golden.atol for golden in engine.model.artifact.manifest.golden]
-    tolerance = max([GOLDEN_TOLERANCE, *stored])
-    if tolerance > GOLDEN_TOLERANCE:
-        case = replace(case, greedy_tokens=None)
-    return tuple(verify_case(engine, GoldenSpec("eager, now", "", tolerance), case))
+    checkpoint, config = Checkpoint.open(folder), load_config(folder)
+    model = eager_model(checkpoint, config)
+    case, atol = golden_case(model, prompt=FRESH_PROMPT), GOLDEN_TOLERANCE
+    if _rounds(engine.model.artifact):
+        case, atol = with_rounding(model, case, narrow_weights(checkpoint, config), atol)
+    return tuple(verify_case(engine, GoldenSpec("eager, now", "", atol), case))
+
+
+def _rounds(artifact: Artifact) -> bool:
+    """Whether it was compiled to round activations."""
+    options = artifact.manifest.provenance.get("options", {})
+    return bool(options.get("activations", "float32") != "float32")

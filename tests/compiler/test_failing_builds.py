@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridge.artifacts.errors import CompileError
 from hybridge.compiler import compile_model
@@ -33,10 +33,12 @@ def strict(patch: pytest.MonkeyPatch) -> None:
 def scaled_values(patch: pytest.MonkeyPatch) -> None:
     """Attention's result gets one more factor, before the mask that clears empty rows."""
 
-    def masked(query: Tensor, rows: Tensor, mask: Tensor, scale: float, value_dim: int) -> Tensor:
+    def masked(
+        query: Tensor, rows: Tensor, mask: Tensor, scale: float, value_dim: int, softmax: nn.Softmax
+    ) -> Tensor:
         admitted = mask.unsqueeze(1)
         scores = scale * (query @ rows.transpose(-1, -2))
-        weights = torch.softmax(scores.masked_fill(~admitted, float("-inf")), dim=-1) * 1.25
+        weights = softmax(scores.masked_fill(~admitted, float("-inf"))) * 1.25
         return (weights.masked_fill(~admitted, 0.0) @ rows[..., :value_dim]).relu()
 
     patch.setattr(attention, "masked_attention", masked)

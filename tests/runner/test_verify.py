@@ -18,13 +18,13 @@ from .toy_model import Toy, toy_graph, toy_manifest, write_toy
 TOKENS = [3, 1, 4, 1, 5, 9, 2]
 
 
-def write_case(path: Path, toy: Toy, case: GoldenCase) -> Path:
+def write_case(path: Path, toy: Toy, case: GoldenCase, atol: float = 1e-4) -> Path:
     with ArtifactWriter(path) as writer:
         for phase in ("prefill", "decode"):
             writer.add_bytes(f"graphs/{phase}.onnx", toy_graph(toy))
         writer.add_weight("embed", "float32", toy.embed, Origin(("e",)))
         writer.add_weight("head", "float32", toy.head, Origin(("h",)))
-        golden = writer.add_golden("case", case, atol=1e-4)
+        golden = writer.add_golden("case", case, atol=atol)
         writer.finish(toy_manifest(toy, golden=(golden,)))
     return path
 
@@ -55,14 +55,40 @@ def test_a_wrong_logit_is_named(
         report.raise_if_wrong()
 
 
+@pytest.mark.parametrize(
+    ("moved", "wrong"), [([], []), ([0], []), ([0, 1, 2], [0]), ([5], []), ([4, 5, 6], [1])]
+)
+def test_the_median_of_each_phase_has_its_bound(
+    tmp_path: Path,
+    toy: Toy,
+    open_engine: Callable[..., Engine],
+    moved: list[int],
+    wrong: list[int],
+) -> None:
+    logits = toy.logits(TOKENS).astype(np.float32)
+    logits[moved, 5] += 0.25
+    median_atol = np.array([0.1, 0.2], np.float32)
+    case = GoldenCase(np.array(TOKENS, np.int32), 4, logits, median_atol=median_atol)
+    path = write_case(tmp_path / "a", toy, case, atol=0.5)
+    report = verify_golden(open_engine(path))
+    assert [check.ok for check in report.checks] == [True] * 3 + [not wrong] * 3
+    for check in report.checks[3:]:
+        assert check.name.endswith(", median")
+        if wrong:
+            assert check.tolerance == pytest.approx(float(median_atol[wrong[0]]))
+            assert check.difference == pytest.approx(0.25, abs=1e-4)
+            assert ("prompt", "decoded tokens")[wrong[0]] in check.detail
+
+
 def test_a_nan_is_never_within_tolerance(
     tmp_path: Path, toy: Toy, open_engine: Callable[..., Engine]
 ) -> None:
     logits = toy.logits(TOKENS).astype(np.float32)
     logits[2, 3] = np.nan
-    case = GoldenCase(np.array(TOKENS, np.int32), 4, logits)
+    bounds = np.ones(2, np.float32)
+    case = GoldenCase(np.array(TOKENS, np.int32), 4, logits, median_atol=bounds)
     report = verify_golden(open_engine(write_case(tmp_path / "a", toy, case)))
-    assert not report.ok
+    assert not any(check.ok for check in report.checks)
     with pytest.raises(VerifyError, match="expected nan"):
         report.raise_if_wrong()
 
