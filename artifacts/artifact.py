@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy.typing as npt
 
 from hybridge.artifacts.canonical import digest, digest_file
-from hybridge.artifacts.errors import ArtifactError
+from hybridge.artifacts.errors import ArtifactError, UsageError
 from hybridge.artifacts.manifest import (
     Manifest,
     Report,
@@ -110,7 +110,10 @@ def open_artifact(
 
     Raises:
         ArtifactError: anything missing, damaged, or of another version.
+        UsageError: `verify` is neither.
     """
+    if verify not in get_args(Verify):
+        raise UsageError(f"verify {verify!r} is not known", "use 'fast' or 'full'")
     root = Path(os.path.abspath(path))
     manifest, data = read_manifest(root)
     found = digest(data)

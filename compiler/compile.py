@@ -241,6 +241,11 @@ def _checked(options: CompileOptions) -> CompileOptions:
             raise UsageError(f"unknown {what} {value!r}", f"use one of {', '.join(known)}")
     if options.weights == "packed" and options.target in SOCS:
         raise UsageError(f"packed weights do not fit {options.target}", "use --weights copy")
+    if options.activations != "float32" and options.target in SOCS:
+        raise UsageError(
+            f"--activations {options.activations} is a choice of the cpu target; {options.target} has its own precision",
+            "leave it out",
+        )
     if options.block_size < 1:
         raise UsageError(f"block size {options.block_size} is not positive", "use 16, 64 or 128")
     select_passes(options.passes)

@@ -388,7 +388,10 @@ class Engine:
         return self._next_id - 1
 
     def _checked_prompt(self, prompt_ids: Sequence[int]) -> list[int]:
-        prompt = np.asarray(prompt_ids)
+        try:
+            prompt = np.asarray(prompt_ids)
+        except ValueError as error:  # lists of several lengths
+            raise RunError(f"a prompt is a list of integers: {error}", "give token ids") from error
         if prompt.size == 0:
             raise RunError("the prompt is empty", "give at least one token")
         if prompt.ndim != 1 or not _holds_integers(prompt):

@@ -12,7 +12,7 @@ import pytest
 from hybridge.artifacts import artifact as artifact_module
 from hybridge.artifacts.artifact import open_artifact
 from hybridge.artifacts.canonical import digest
-from hybridge.artifacts.errors import ArtifactError
+from hybridge.artifacts.errors import ArtifactError, UsageError
 from hybridge.artifacts.safetensors import read_header, write
 from hybridge.artifacts.store import ArtifactWriter
 from hybridge.artifacts.weights import Origin
@@ -232,3 +232,8 @@ def test_absent_weights_say_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="--weights none") as caught:
         opened.weight("w")
     assert "--weights copy" in caught.value.remedy
+
+
+def test_an_unknown_way_to_verify_is_refused(artifact: Path) -> None:
+    with pytest.raises(UsageError, match="verify 'FULL' is not known"):
+        open_artifact(artifact, verify="FULL")  # type: ignore[arg-type]

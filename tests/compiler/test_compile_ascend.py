@@ -29,6 +29,11 @@ def test_packed_weights_are_of_the_cpu(tmp_path: Path) -> None:
         compile_model(tmp_path, tmp_path / "art", target="ascend-950", weights="packed")
 
 
+def test_activations_are_a_choice_of_the_cpu(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--activations bfloat16 is a choice of the cpu target"):
+        compile_model(tmp_path, tmp_path / "art", target="ascend-950", activations="bfloat16")
+
+
 def test_an_artifact_holds_graphs_plan_and_proof(config: Path, tmp_path: Path) -> None:
     options = AscendOptions("ascend-950", convert=find_wheel() is not None)
     out = tmp_path / "art"

@@ -158,6 +158,7 @@ def test_a_full_context_still_gives_a_token(engine: Engine, toy: Toy) -> None:
         ([1.5], {}, "list of integers"),
         (["a"], {}, "list of integers"),
         ([[1, 2]], {}, "list of integers"),
+        ([[1], [1, 2]], {}, "list of integers"),
         ([1] * 33, {}, "33 tokens, the longest sequence is 32"),
         ([1] * 32, {"max_new_tokens": 2}, "32 prompt tokens and 2 new"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens 0"),
