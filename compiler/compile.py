@@ -243,7 +243,7 @@ def _checked(options: CompileOptions) -> CompileOptions:
         raise UsageError(f"packed weights do not fit {options.target}", "use --weights copy")
     if options.activations != "float32" and options.target in SOCS:
         raise UsageError(
-            f"--activations {options.activations} is a choice of the cpu target; {options.target} has its own precision",
+            f"--activations {options.activations} is a choice of the cpu target; {options.target} has its own",
             "leave it out",
         )
     if options.block_size < 1:
