@@ -59,13 +59,9 @@ class PackedQuads {
     const __m512 scale =
         _mm512_set1_ps(float_from_bits(static_cast<std::uint32_t>(shift_[m] + 127) << 23));
     for (std::int64_t c = 0; c < columns_; c += 16) {
-      const auto rounded =
-          (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(_mm512_loadu_ps(row + c), scale));
-      std::uint16_t quads[16];
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(quads), rounded);
-      for (std::int64_t i = 0; i < 16; i += kQuadColumns) {
-        std::memcpy(panel_ + quad_position(packed_place(c + i), m), quads + i, 8);
-      }
+      store_rounded_quads(_mm512_mul_ps(_mm512_loadu_ps(row + c), scale), [&](std::int64_t i) {
+        return panel_ + quad_position(packed_place(c + i), m);
+      });
     }
   }
 

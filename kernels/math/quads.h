@@ -25,34 +25,40 @@ constexpr std::int64_t quad_panel_elements(std::int64_t columns) {
   return round_up(columns, kQuadColumns) * kQuadTokens;
 }
 
+// Where the panel holds a column of a token.
+constexpr std::int64_t quad_position(std::int64_t column, std::int64_t token) {
+  return (column / kQuadColumns * kQuadTokens + token) * kQuadColumns + column % kQuadColumns;
+}
+
+// Rounds sixteen columns and stores the quad of columns i to i + 3 at to_quad(i).
+template <typename ToQuad>
+inline void store_rounded_quads(__m512 columns, ToQuad&& to_quad) {
+  std::uint16_t rounded[16];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(rounded), (__m256i)_mm512_cvtneps_pbh(columns));
+  for (std::int64_t i = 0; i < 16; i += kQuadColumns) {
+    std::memcpy(to_quad(i), rounded + i, sizeof(*rounded) * kQuadColumns);
+  }
+}
+
 // Rounds up to eight rows of x, row_at(0), row_at(1) and so on, into a panel.
 template <typename RowAt>
 inline void pack_quads(RowAt&& row_at, std::int64_t tokens, std::int64_t columns,
                        std::uint16_t* panel) {
-  constexpr std::int64_t kQuad = kQuadTokens * kQuadColumns;
   if (tokens < kQuadTokens || columns % kQuadColumns != 0) {
     const std::int64_t elements = quad_panel_elements(columns);
     std::memset(panel, 0, sizeof(std::uint16_t) * static_cast<std::size_t>(elements));
   }
   for (std::int64_t m = 0; m < tokens; ++m) {
     const float* row = row_at(m);
-    std::uint16_t* to = panel + m * kQuadColumns;
     std::int64_t column = 0;
-    for (; column + 16 <= columns; column += 16, to += 4 * kQuad) {
-      const auto rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(row + column));
-      std::uint16_t quads[16];
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(quads), rounded);
-      for (int i = 0; i < 4; ++i) std::memcpy(to + i * kQuad, quads + i * kQuadColumns, 8);
+    for (; column + 16 <= columns; column += 16) {
+      store_rounded_quads(_mm512_loadu_ps(row + column),
+                          [&](std::int64_t i) { return panel + quad_position(column + i, m); });
     }
-    for (std::int64_t i = 0; column < columns; ++column, ++i) {
-      to[i / kQuadColumns * kQuad + i % kQuadColumns] = bf16_from_float(row[column]);
+    for (; column < columns; ++column) {
+      panel[quad_position(column, m)] = bf16_from_float(row[column]);
     }
   }
-}
-
-// Where the panel holds a column of a token.
-constexpr std::int64_t quad_position(std::int64_t column, std::int64_t token) {
-  return (column / kQuadColumns * kQuadTokens + token) * kQuadColumns + column % kQuadColumns;
 }
 
 // The first `count` of a quad's columns, zeros behind.
